@@ -44,7 +44,6 @@ from visspec.kernels.common import (
     tl,
     widen,
 )
-from visspec.kernels.displacement import batched_displacement, mean_distance
 from visspec.kernels.neighbours import checked_bound, prefix_mass, reference_prefix, table_on_host
 
 
@@ -53,12 +52,11 @@ def reference(
 ):
     """The definition, one row at a time in Python floats: tokens (N), parent (N), p and q (N, V), uniforms (N), draw.
 
-    Returns the accepted path (list of nodes), the next token, the drift, and for each node of the path the probability
-    that the exact rule would have rejected it, see `displacement`.
+    Returns the accepted path (list of nodes), the next token and the drift.
     """
     tokens, parent, uniforms, draw = tokens.tolist(), parent.tolist(), uniforms.double().tolist(), float(draw)
     p, q = p.double().tolist(), None if q is None else q.double().tolist()
-    current, path, gain, drift, siblings = 0, [0], [0.0], 0.0, 0
+    current, path, drift, siblings = 0, [0], 0.0, 0
     residual, left = list(p[0]), 1.0
     zeroed: set[int] = set()
     used: set[int] = set()
@@ -83,7 +81,6 @@ def reference(
         if uniforms[n] < f:
             current, residual, left, zeroed, used, siblings = n, list(p[n]), 1.0, set(), set(), 0
             path.append(n)
-            gain.append((f - exact) / f)
         elif q is None:
             left -= 0.0 if x in zeroed else p[current][x]
             residual[x] = 0.0
@@ -91,7 +88,7 @@ def reference(
         else:
             residual = [r - left * s for r, s in zip(residual, q[n])]
             left = sum(max(r, 0.0) for r in residual)
-    return path, _draw(residual, p[current], draw), drift, gain
+    return path, _draw(residual, p[current], draw), drift
 
 
 def _draw(residual, law, draw):
@@ -104,9 +101,7 @@ def _draw(residual, law, draw):
     return max(range(len(law)), key=law.__getitem__)
 
 
-def accept_tree_host(
-    tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch, space=None, scores=False
-):
+def accept_tree_host(tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch, scores=False):
     """The CPU path: a loop over the reachable nodes, on numpy views of the tensors.
 
     On a CPU there is no synchronisation to avoid, and only the rows of the tested nodes are read.
@@ -118,18 +113,15 @@ def accept_tree_host(
     tokens, uniforms, draw = tokens.tolist(), uniforms.tolist(), draw.tolist()
     parent = parent.tolist() if parent.dim() == 2 else [parent.tolist()] * B
     near = None if neighbours is None else (table_on_host(neighbours), delta, lam)
-    space, columns = None if space is None else host(space), min(depth + 1, N)
+    columns = min(depth + 1, N)
     path = np.full((B, columns), -1)
-    length, following = np.empty(B, np.int64), np.empty(B, np.int64)
-    drift, moved = np.empty(B, np.float32), np.empty(B, np.float32)
+    length, following, drift = np.empty(B, np.int64), np.empty(B, np.int64), np.empty(B, np.float32)
     for b, ids in enumerate(tokens):
         drafts, extra, law_at = None if q is None else q[b], None if mass is None else mass[b], laws(b)
-        kept, left, law, drift[b], moved[b] = _walk(
-            ids, parent[b], law_at, drafts, uniforms[b], extra, near, columns, branch, space
-        )
+        kept, left, law, drift[b] = _walk(ids, parent[b], law_at, drafts, uniforms[b], extra, near, columns, branch)
         following[b], length[b] = _draw_by_blocks(left, law, draw[b]), len(kept)
         path[b, : len(kept)] = kept
-    return tuple(map(torch.from_numpy, (path, length, following, drift, moved)))
+    return tuple(map(torch.from_numpy, (path, length, following, drift)))
 
 
 def _rows_of(p):
@@ -141,9 +133,9 @@ def _softmax_of(scores):
     return lambda b: lambda n: widen(host(torch.softmax(scores[b, n], -1)))
 
 
-def _walk(tokens, parent, law_at, q, uniforms, mass, near, columns, branch, space):
-    """One row: the accepted nodes, the residual after them (fp64), its distribution, the drift, the displacement."""
-    kept, current, drift, moved = [0], 0, 0.0, 0.0
+def _walk(tokens, parent, law_at, q, uniforms, mass, near, columns, branch):
+    """One row: the accepted nodes, the residual after them (fp64), its distribution, the drift."""
+    kept, current, drift = [0], 0, 0.0
     tried: set[int] = set()
     rest: np.ndarray | None = None  # of point masses it stays so
     spent: list[np.ndarray] = []
@@ -173,10 +165,6 @@ def _walk(tokens, parent, law_at, q, uniforms, mass, near, columns, branch, spac
             f = max(exact, min(1.0, exact + mass[n] / max(qx, TINY)))
         drift += f - exact
         if uniforms[n] < f:
-            if space is not None and f > exact:  # y is drawn from the residual after a rejection of x
-                over = law if rest is None else rest
-                over = _zero_ids(law.copy(), (*tried, x)) if q is None else _less(over, drawn, left)
-                moved += (f - exact) / f * mean_distance(x, over, space)
             kept.append(n)
             tried, rest, left, spent, siblings, current, law = set(), None, 1.0, [], 0, n, law_at(n)
             source = law
@@ -194,7 +182,7 @@ def _walk(tokens, parent, law_at, q, uniforms, mass, near, columns, branch, spac
                 source[x] = 0.0
             else:
                 source = _without(rest.copy(), spent)
-    return kept, _zero_ids((law if rest is None else rest).astype(np.float64), tried), law, drift, moved
+    return kept, _zero_ids((law if rest is None else rest).astype(np.float64), tried), law, drift
 
 
 def _less(law, drawn, left):
@@ -239,7 +227,7 @@ def _draw_by_blocks(weights, law, draw):
 
 @jit("parent_stride N D branch")
 def _accept_tree_kernel(  # noqa: C901
-    tokens, parent, p, q, uniforms, draw, mass, neighbours, scratch, marks, path, length, next_token, drift, gain,
+    tokens, parent, p, q, uniforms, draw, mass, neighbours, scratch, marks, path, length, next_token, drift,
     parent_stride, N, V, K, D, branch, delta, lam,
     DRAWN: tl.constexpr, MASS: tl.constexpr, NEAR: tl.constexpr, LAM: tl.constexpr, ONCE: tl.constexpr,
     TINY: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -337,7 +325,6 @@ def _accept_tree_kernel(  # noqa: C901
             if uniform < relaxed:
                 cur = tl.full((), 0, tl.int32) + n
                 tl.store(path + row * D + count, cur.to(tl.int64))
-                tl.store(gain + row * D + count, ((relaxed - exact) / relaxed).to(tl.float32))
                 count += 1
                 siblings = tl.full((), 0, tl.int32)
                 left = tl.full((), 1.0, tl.float64)
@@ -404,7 +391,7 @@ def _accept_tree_kernel(  # noqa: C901
 
 
 def accept_tree_triton(tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch):
-    """Launches one program per row. Returns also the gain of each node of the path, see `displacement`."""
+    """Launches one program per row."""
     B, N = tokens.shape
     V, D = p.shape[-1], min(depth + 1, N)
     tokens, parent, p, uniforms, draw = (t.contiguous() for t in (tokens, parent, p, uniforms, draw))
@@ -413,13 +400,12 @@ def accept_tree_triton(tokens, parent, p, q, uniforms, draw, mass, neighbours, d
     path = torch.full((B, D), -1, dtype=torch.int64, device=p.device)
     length, next_token = (torch.empty(B, dtype=torch.int64, device=p.device) for _ in range(2))
     drift = torch.empty(B, dtype=torch.float32, device=p.device)
-    gain = torch.zeros(B, D, dtype=torch.float32, device=p.device)
     scratch = torch.empty(B, V, dtype=kind, device=p.device)
     once = neighbours is not None and branch > 1
     marks = torch.empty(B, V, dtype=torch.int32, device=p.device) if once else length
     _accept_tree_kernel[(B,)](
         tokens, parent, p, p if q is None else q, uniforms, draw, uniforms if mass is None else mass,
-        tokens if neighbours is None else neighbours, scratch, marks, path, length, next_token, drift, gain,
+        tokens if neighbours is None else neighbours, scratch, marks, path, length, next_token, drift,
         N if parent.dim() == 2 else 0, N, V, 0 if neighbours is None else neighbours.shape[1], D, branch,
         0.0 if delta is None else delta, 1.0 if lam is None else lam,
         DRAWN=q is not None, MASS=mass is not None, NEAR=neighbours is not None, LAM=delta is None, ONCE=once,
@@ -427,36 +413,28 @@ def accept_tree_triton(tokens, parent, p, q, uniforms, draw, mass, neighbours, d
         BLOCK_K=128 if neighbours is None else min(1024, next_power_of_2(neighbours.shape[1])),
         num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
-    return path, length, next_token, drift, gain
+    return path, length, next_token, drift
 
 
 @on_device
-def accept_tree_device(
-    tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch, space=None, scores=False
-):
-    """The CUDA path: the launch, then the displacement."""
-    if scores:
-        p = torch.softmax(p, -1)
-    rule = (mass, neighbours, delta, lam, depth, branch)
-    *verdict, gain = accept_tree_triton(tokens, parent, p, q, uniforms, draw, *rule)
-    if space is None:
-        return *verdict, torch.zeros_like(verdict[-1])
-    return *verdict, batched_displacement(tokens, parent, p, q, verdict[0], gain, space, branch)
+def accept_tree_device(tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch, scores=False):
+    p = torch.softmax(p, -1) if scores else p
+    return accept_tree_triton(tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch)
 
 
-def _fake(tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch, space=None, scores=False):
+def _fake(tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch, scores=False):
     B, N = tokens.shape
     ids = tokens.new_empty(B, dtype=torch.int64)
     path = tokens.new_empty((B, min(depth + 1, N)), dtype=torch.int64)
-    return path, ids, torch.empty_like(ids), *(tokens.new_empty(B, dtype=torch.float32) for _ in range(2))
+    return path, ids, torch.empty_like(ids), tokens.new_empty(B, dtype=torch.float32)
 
 
 # Not `custom_op`: its wrapper takes 40 us per call, a tenth of a verification in the engine.
 torch.library.define(
     "visspec::accept_tree",
     "(Tensor tokens, Tensor parent, Tensor p, Tensor? q, Tensor uniforms, Tensor draw, Tensor? mass,"
-    " Tensor? neighbours, float? delta, float? lam, int depth, int branch, Tensor? space=None, bool scores=False)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " Tensor? neighbours, float? delta, float? lam, int depth, int branch, bool scores=False)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
 )
 torch.library.impl("visspec::accept_tree", "CPU", accept_tree_host)
 torch.library.impl("visspec::accept_tree", "CUDA", accept_tree_device)
@@ -477,7 +455,6 @@ def accept_tree(
     lam: float | None = None,
     depth: int | None = None,
     branch: int | None = None,
-    space: Tensor | None = None,
     scores: bool = False,
 ) -> tuple[Tensor, ...]:
     """Accepts a path of the draft tree and draws the token after it.
@@ -488,12 +465,11 @@ def accept_tree(
     uniforms (B, N) and draw (B,): uniforms in [0, 1). Relaxed: mass (B, N), or neighbours (V, K) with delta (LANTERN)
     or lam (LANTERN++), see `neighbour_mass`, here of the residual. depth: maximum path length without the root (default
     N - 1); branch: maximum number of children tested per node (default N - 1). Deeper nodes and later siblings are
-    treated as padding. space (E + 2, K): the result of `displacement.coordinates` for a codebook. scores: p contains
-    log-distributions; their softmax is computed here.
+    treated as padding. scores: p contains log-distributions; their softmax is computed here.
 
     Returns path (B, depth + 1) int64 padded with -1 and starting with node 0, length (B,) int64 (node 0 counted),
-    next (B,) int64, drift (B,) fp32, and with `space` the displacement (B,) fp32. Raises ValueError or TypeError naming
-    the argument; on a CPU also for a token outside the vocabulary, which CUDA never accepts.
+    next (B,) int64, drift (B,) fp32. Raises ValueError or TypeError naming the argument; on a CPU also for a token
+    outside the vocabulary, which CUDA never accepts.
     """
     if isinstance(parent, Tensor) and parent.dim() == 2 and parent.shape[0] == 1:
         parent = parent[0]
@@ -509,12 +485,9 @@ def accept_tree(
     depth, branch = (N - 1 if value is None else int(value) for value in (depth, branch))
     require(depth >= 0, "depth", depth, "a number of nodes of at least 0")
     require(branch >= 0, "branch", branch, "a number of children of at least 0")
-    if space is not None:
-        check_tensor("space", space, (None, None), (torch.float32,), p.device)
-    outputs = torch.ops.visspec.accept_tree(
-        tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch, space, scores
+    return torch.ops.visspec.accept_tree(
+        tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch, scores
     )
-    return outputs[:4] if space is None else outputs
 
 
 def _check_draft(

@@ -37,15 +37,6 @@ def depth(model: PreTrainedModel) -> int:
     return model.config.get_text_config().num_hidden_layers if layers is None else len(layers)
 
 
-def check_layers(config: dict, where: object) -> None:
-    """Raises ValueError for a configuration, as an object of JSON, that asks for more layers than `MOST_LAYERS`."""
-    for name, value in config.items():
-        if isinstance(value, dict):
-            check_layers(value, where)
-        elif "layer" in str(name) and type(value) is int and value > MOST_LAYERS:
-            raise ValueError(f"{name}: got {value} in {where}, expected at most {MOST_LAYERS}")
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """transformers reports errors only."""
@@ -57,7 +48,7 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def load_exactly(kind: Any, argument: str, where: object, **options: Any) -> Any:
+def load_exactly(kind: Any, argument: str, where: object, **options: object) -> Any:
     """A model of transformers with exactly the tensors of a folder or hub id; else ValueError, with the argument."""
     try:
         with quiet():  # what it would report of the tensors is said below, in one sentence

@@ -13,7 +13,6 @@ from transformers.generation.streamers import BaseStreamer
 import visspec
 from tests.doubles import NEW, Oracle, TreeOracle, fast, forced, new_tokens, one_sentence, stock
 from tests.tiny import PAD, VOCAB, llava, model_of, prompt, shapes
-from visspec.api import custom_generate
 from visspec.models.attention.slot_layers import CACHE, CACHE_NAMES
 
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
@@ -338,28 +337,6 @@ def test_custom_generate(one, ragged):
     model_of("llava").generate(**one, **GREEDY, custom_generate=hook, tok_streamer=recorder)
     assert recorder.calls[0][2] == one["input_ids"][0].tolist() and recorder.calls[-1] == "end"
     assert [t for call in recorder.calls[1:-1] for t in call[2]] == stock("llava", "one")[0]
-
-
-def test_custom_generate_of_a_folder(one, tmp_path, monkeypatch):
-    """As transformers loads a decoding method of a repository, which it does only where remote code is allowed."""
-    monkeypatch.setattr(tf.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    visspec.speculative("context").save_pretrained(tmp_path)
-    given = {**one, **GREEDY, "custom_generate": str(tmp_path)}
-    assert "custom_generate" in (tmp_path / "README.md").read_text()
-    for drafter in ({}, {"drafter": "ngram"}):
-        recorder = Recorder()
-        output = model_of("llava").generate(**given, **drafter, trust_remote_code=True, streamer=recorder)
-        assert new_tokens(output, one) == stock("llava", "one") and recorder.calls[-1] == "end"
-        last = custom_generate.hook(drafter.get("drafter", "context"), "exact").last_stats
-        assert last is not None and last.tokens == NEW
-    with pytest.raises(ValueError, match="drafter: got 'nothing', expected"):
-        model_of("llava").generate(**given, drafter="nothing", trust_remote_code=True)
-    with pytest.raises(ValueError, match="trust_remote_code"):
-        model_of("llava").generate(**given, trust_remote_code=False)
-    for hook in ({"drafter": visspec.Drafter()}, {"drafter": "ngram", "levels": 2}):  # only names are written
-        with pytest.raises(ValueError, match="expected drafter and acceptance alone, by name"):
-            visspec.speculative(**hook).save_pretrained(tmp_path / "hook")
-    assert not (tmp_path / "hook").exists() or not list((tmp_path / "hook").iterdir())
 
 
 def test_model_passes_through(one):

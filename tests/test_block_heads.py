@@ -1,4 +1,4 @@
-"""The confidence head of a block drafter, and structure and length as values of drafters that fill blocks."""
+"""The confidence head of a block drafter, and the structure of drafts of those that fill blocks."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,8 @@ import visspec
 from tests.distributions import context_law, plain_law, total_variation
 from tests.published import begun
 from tests.test_positions import SIZE, process_law
-from tests.test_shapes import Stopping, unwarped  # noqa: F401
+from tests.test_positions import Chain as Drafted
+from tests.test_shapes import unwarped  # noqa: F401
 from tests.tiny import model_of, prompt, shapes
 from visspec.api.drafter_presets import of_preset
 from visspec.api.train_drafter import request_of
@@ -19,7 +20,7 @@ from visspec.models.block.sequential import CandidateSelector, Confidence
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting import static_tree as feature_tree
-from visspec.models.drafting.structure import Chain, StopCriteria
+from visspec.models.drafting.structure import Chain
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.sampling import Uniform
 from visspec.train.capture import capture
@@ -75,10 +76,35 @@ def test_confidence_ends_chains(markov, confidence):
     assert torch.equal(whole.propose(state, 4).value, draft.value)
 
 
-class Expecting(Stopping):
-    """The chains of `test_shapes`, with a head that sees what stands above a level; `own`: its own token too."""
+def test_confidence_bounds_the_next_draft():
+    """A product below 0.999 ends every chain behind its first level: rounds after the first draft two. Not of draws."""
+    drafter = dspark().shaped(confidence=0.999)
+    for rule, most in (("exact", 2), ("rejection", drafter.traits.levels)):
+        fast = visspec.accelerate(model_of("llava"), drafter, acceptance=rule, adaptive=False)
+        fast.generate(**prompt("llava", ["4 i 5"]), max_new_tokens=NEW, do_sample=True, temperature=1.5, seed=1)
+        levels = [r.levels for r in fast.last_state.trace.rounds]
+        assert levels[0] == drafter.traits.levels and max(levels[1:-1]) <= most and len(levels) > 4
+        assert rule == "exact" or max(levels[1:3]) > 2
+
+
+def test_confidence_is_refused_where_nothing_expects_it():
+    drafter = lambda **more: BlockDrafter.for_model(model_of("llava"), layers=1, block=5, **more)  # noqa: E731
+    with pytest.raises(ValueError, match="for a drafter without a head that expects acceptance rates"):
+        drafter().shaped(confidence=0.3)
+    with pytest.raises(ValueError, match="for trees"):
+        drafter(confidence=True).shaped(tree="3-2", confidence=0.3)
+    with pytest.raises(ValueError, match="expected a probability below 1"):
+        dspark().shaped(confidence=1)
+
+
+class Expecting(Drafted):
+    """The chains of `test_positions`, with a head that sees what stands above a level; `own`: its own token too."""
 
     own = False
+
+    def __init__(self, q, confidence=0.5):
+        super().__init__(q)
+        self.confidence = confidence
 
     def draft(self, committed, numbers, depth):
         window = torch.tensor(numbers, dtype=torch.float64)[None, :, None]
@@ -86,7 +112,7 @@ class Expecting(Stopping):
             noise=Uniform.of(window), request=SimpleNamespace(sampling=Sampling(temperature=1.0)),
             pending=torch.tensor([committed[-1]]),
         )  # fmt: skip
-        chain = Chain(state, self.stop)
+        chain = Chain(state, self.confidence)
         for level in range(depth):
             above = (*committed, *(int(t) for t in chain.tokens))
             distribution = self.q(above).log()[None]
@@ -96,15 +122,15 @@ class Expecting(Stopping):
         return chain.finish()
 
 
-@pytest.mark.parametrize("stop", [StopCriteria(confidence=0.5), StopCriteria(entropy=0.7, confidence=0.35)], ids=str)
+@pytest.mark.parametrize("confidence", [0.5, 0.35])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_head_keeps_the_law_of_draws(stop, seed, unwarped):  # noqa: F811
-    p, drafter = context_law(2, seed), Expecting(context_law(2, seed + 7), stop)
+def test_a_head_keeps_the_law_of_draws(confidence, seed, unwarped):  # noqa: F811
+    p, drafter = context_law(2, seed), Expecting(context_law(2, seed + 7), confidence)
     assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) < 1e-12
 
 
 def test_a_head_that_sees_the_token_is_seen(unwarped):  # noqa: F811
-    p, drafter = context_law(2, 0), Expecting(context_law(2, 7), StopCriteria(confidence=0.5))
+    p, drafter = context_law(2, 0), Expecting(context_law(2, 7))
     drafter.own = True
     assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) > 1e-3
 

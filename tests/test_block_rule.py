@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from tests.distributions import context_law, output_law, plain_law, total_variation, verdicts
 from tests.doubles import drafted
 from tests.registry_cases import janus_pair, tiny_drafter
+from tests.test_block_heads import Expecting
 from tests.test_positions import SIZE, Chain, process_law
-from tests.test_shapes import Stopping
 from visspec import registry, sampling, tree
 from visspec.accept import block
 from visspec.accept.block import Block, RoundNoise
 from visspec.distributions import Categorical, residual
 from visspec.models.drafting import structure
-from visspec.models.drafting.structure import StopCriteria
 from visspec.types import Scores
 
 V, FRESH = 5, Chain.depth  # so many positions are dropped after a round: all that were read
@@ -48,10 +47,7 @@ def law(drafter, p, shift=FRESH):
     return process_law(drafter, p, lambda gained: shift or gained, blocks)
 
 
-STOPPING = StopCriteria(entropy=0.7, confidence=0.35)
-
-
-@pytest.mark.parametrize("drafter", [Chain, lambda q: Stopping(q, STOPPING)], ids=["chain", "chain with stops"])
+@pytest.mark.parametrize("drafter", [Chain, Expecting], ids=["chain", "chain that a head ends"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_block_keeps_the_law_over_many_rounds(drafter, seed, unwarped):
     p = context_law(2, seed)

@@ -27,7 +27,6 @@ from visspec.cli import demo, doctor
 from visspec.cli.main import COMMANDS, main
 from visspec.io import included
 from visspec.io.files import Journal
-from visspec.models.attention import ragged
 
 
 @pytest.fixture(scope="module")
@@ -299,12 +298,9 @@ def test_the_doctor_says_what_runs_on_the_device(monkeypatch, capsys):
     assert "attend by: a mask over stored keys" in said
     first, kernels, *rest = doctor.kernel_lines(True)
     assert first.startswith("driver 570.1, CUDA ") and kernels == "kernels: Triton on CUDA capability 9.0"
-    assert "draft passes of 16-bit models attend by: torch's varlen_attn" in "\n".join(rest)
+    assert "draft passes of 16-bit models attend by: tree_attention, no mask" in "\n".join(rest)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert doctor.kernel_lines(True)[1] == "kernels: interpreted (TRITON_INTERPRET=1), for tests only"
-    monkeypatch.setattr(ragged, "varlen_attn", None)
-    assert "torch.nn.attention.varlen: not in this torch" in "\n".join(doctor.kernel_lines(False))
-    assert "attend by: tree_attention, no mask" in "\n".join(doctor.kernel_lines(True))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "H100")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

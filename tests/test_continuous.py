@@ -305,7 +305,7 @@ def test_joint_law_with_other_deviations():
 
 def test_the_published_ratio_is_exact_without_its_product():
     whitened, state = joint(Surrogate, last=0.3)  # equal deviations: the product is one
-    assert not failing(whitened) and float(state.meters["drift"].abs().max()) < 1e-4
+    assert not failing(whitened) and float(state.drift.abs().max()) < 1e-4
 
 
 @pytest.mark.parametrize("rule, p, q, weight", [

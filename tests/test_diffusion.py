@@ -130,11 +130,9 @@ def test_a_long_text_is_read_at_its_ends():
 # --- the output -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [{"entropy": 0.8}, {"confidence": 0.5}, {"tree": "3-2"}], ids=str)
-def test_shapes_of_blocks_change_no_token(value):
-    fast = check_drafter(trained().shaped(**value), model_of("llava"), prompt("llava", shapes("llava")["ragged"]))
-    levels = [r.levels for r in fast.last_state.trace.rounds]
-    assert max(levels) == (2 if "tree" in value else 6)
+def test_a_tree_of_blocks_changes_no_token():
+    fast = check_drafter(trained().shaped(tree="3-2"), model_of("llava"), prompt("llava", shapes("llava")["ragged"]))
+    assert max(r.levels for r in fast.last_state.trace.rounds) == 2
 
 
 class Known(DiffusionModel):
@@ -221,7 +219,7 @@ def test_models_of_masked_tokens_are_told_by_form(tmp_path):
     modern_bert().save_pretrained(tmp_path / "folder")
     drafter, _ = registry.drafter(f"{tmp_path / 'folder'}:mask=5,steps=2,block=8", target)
     assert type(drafter) is DiffusionModel and (drafter.mask, drafter.each) == (5, 4)
-    assert registry.drafter(f"{tmp_path / 'folder'}:mask=5,entropy=0.5", target)[0].stop.entropy == 0.5
+    assert registry.drafter(f"{tmp_path / 'folder'}:mask=5,tree=2-2", target)[0].width == 2
 
 
 BAD = {

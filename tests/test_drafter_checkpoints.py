@@ -21,7 +21,6 @@ from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.distilled.drafter import DistilledDrafter
 from visspec.models.drafting.checkpoint import write
-from visspec.models.drafting.structure import StopCriteria
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.models.image_codes.families import family_of
@@ -90,7 +89,7 @@ def outcome(folder, load, config):
 
 OPTIONS = {  # of some kinds at loading, and what they become
     "distilled": ("levels=3,refine=2", {"refine": 2}), "diffusion": ("steps=2", {"steps": 2}),
-    "dspark": ("confidence=0.25", {"stop": StopCriteria(confidence=0.25)}),
+    "dspark": ("confidence=0.25", {"confidence": 0.25}),
 }  # fmt: skip
 
 

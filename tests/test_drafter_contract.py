@@ -60,7 +60,7 @@ def wide(drafter):
     return drafter
 
 
-BLOCK_SHAPES = [{"tree": "opt"}, {"tree": "3-4-2"}, {"tree": "eagle"}, {"entropy": 1.0}, {"confidence": 0.2}]
+BLOCK_SHAPES = [{"tree": "opt"}, {"tree": "3-4-2"}, {"tree": "eagle"}]
 FILLED = {"one pass": {}, "three passes": {"steps": 3}, "every token": {"steps": 6}, "tree": {"width": 3, "nodes": 9}}
 UNTRAINED = [*(f"{name}{shared}" for name in ("context", "recycling") for shared in ("", ":shared=false")),
              "context:shared=false,nodes=6,levels=3", "layers", "layers:exit=1",

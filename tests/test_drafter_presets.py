@@ -23,7 +23,6 @@ from visspec.models.block.trained import DECAY, BlockDrafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting.static_tree import EAGLE
 from visspec.models.eagle.drafter import EagleDrafter
-from visspec.models.eagle.head import LowRank
 from visspec.presets import RECIPES
 from visspec.testing import check_drafter
 from visspec.train.capture import capture
@@ -55,7 +54,7 @@ def data(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_preset_trains_and_is_exact(data, tmp_path, name):
-    more = {"eagle3": {"draft_vocab": 40, "head_rank": 5}, "vispec": {"draft_vocab": 40}}.get(name, {})
+    more = {"draft_vocab": 40} if name in ("eagle3", "vispec") else {}
     found = train_drafter.run("x", data[0], tmp_path / "out", preset=name, **TINY, **more)
     assert len(found) == 1 and found[0]["tau_greedy"] >= 1.0
     model, preset = model_of("llava"), RECIPES[name]
@@ -289,17 +288,6 @@ def test_ids_are_the_most_frequent_of_the_answers():
     assert frequent(target, prompts, 12, batches=3).tolist() == sorted(best)
 
 
-def test_a_low_rank_head_is_the_closest_one():
-    weight = torch.randn(40, 12, generator=torch.Generator().manual_seed(0))
-    head = LowRank(12, 5, 40)
-    head.approximate(weight)
-    made = head.up.weight @ head.down.weight
-    u, s, v = torch.linalg.svd(weight, full_matrices=False)
-    torch.testing.assert_close(made, (u[:, :5] * s[:5]) @ v[:5], rtol=1e-4, atol=1e-5)
-    x = torch.randn(3, 12)
-    torch.testing.assert_close(head(x), x @ made.T)
-
-
 def test_text_comes_first_and_pictures_more_and_more(data):
     reader = Reader(TrainingData(data[0]))
     prompts = Prompts(model_of("llava"), None, reader, torch.arange(4), 3, 5, 0, total=1000)
@@ -316,12 +304,10 @@ def test_text_comes_first_and_pictures_more_and_more(data):
 @pytest.mark.parametrize("options,sentence", [
     ({"preset": "eagle4"}, "preset: got 'eagle4', expected a name of `visspec list recipes`, such as eagle"),
     ({"preset": "msd", "image_latents": 3}, "image_latents: got 3 with the preset 'msd', which has no such value"),
-    ({"head_rank": 4}, "head_rank: got 4, which does not go with"),
     ({"preset": "eagle2", "block": 4}, "block: got 4 with the preset 'eagle2', which has no such value"),
     ({"preset": "vispec", "layers": 2}, "layers: got 2 with the preset 'vispec', which has no such value"),
     ({"preset": "dflash", "block": 1}, "block: got 1, expected a whole number from 2"),
     ({"preset": "dspark", "draft_vocab": 9}, "draft_vocab: got 9 with the preset 'dspark'"),
-    ({"preset": "eagle3", "head_rank": 10**6}, "head_rank: got 1000000, expected a whole number from 0 to 32"),
 ])  # fmt: skip
 def test_values_that_a_preset_has_no_place_for(data, tmp_path, options, sentence):
     with one_sentence(re.escape(sentence)):

@@ -171,7 +171,7 @@ def test_interleaved_rotary_sections_are_those_of_the_target():
     ({"fc_bias": 1}, "fc_bias: got 1, expected true or false"),
     ({"feature_layers": (9,)}, "feature_layers: got 9, expected a whole number from -3 to 3"),
     *(({name: value, **more}, f"{name}: got ") for name, value, more in (
-        ("image_latents", 2, {}), ("image_latents", 0, {"images": "gated"}), ("head_rank", 4, {}),
+        ("image_latents", 2, {}), ("image_latents", 0, {"images": "gated"}),
         ("images", "embeddings", {"fusion": "split"}), ("norm_input", True, {"fusion": "split"}),
         ("images", "queries", {"image_latents": 3, "fusion": "split"}), ("qk_norm", True, {}),
         ("feature_layers", (-1, 1), {"fusion": "cross"}),

@@ -382,7 +382,6 @@ def test_drafts_that_are_not_recorded(standin):
     for drafter, more in (
         (EagleDrafter(head, model), {"do_sample": True, "top_k": 5, "seed": 1}),
         (EagleDrafter(head, model, width=2), {"do_sample": False}),
-        (EagleDrafter(head, model).shaped(entropy=0.5), {"do_sample": False}),
     ):
         eager, quick = (
             visspec.accelerate(model, copy.copy(drafter), adaptive=False, graphs=graph) for graph in (False, None)

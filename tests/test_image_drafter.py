@@ -1,7 +1,6 @@
 """The feature drafter of image tokens: laws it reports, laws it leaves, identity, rows, checkpoints and its recipe."""
 
 import collections
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -223,13 +222,6 @@ def test_bad_options_are_refused_in_a_sentence(what):
     options, message = BAD[what]
     with one_sentence(message):
         drafter(options)
-
-
-def test_a_stop_bounds_the_next_draft_and_is_not_for_windows():
-    state = SimpleNamespace(memory=SimpleNamespace(limit=2))
-    assert drafter().shaped(entropy=1.0).levels(state, 4) == 2 and drafter().levels(state, 4) == 4
-    with one_sentence("entropy, confidence: got 1.0, 0.0 for windows, expected chains"):
-        drafter({"window": 4}).shaped(entropy=1.0)
 
 
 SHIPPED = registry.CHECKPOINTS / "painter-eagle" / "config.json"

@@ -331,7 +331,7 @@ def test_a_link_out_of_the_folder_is_refused(folder, tmp_path):
 
 
 def test_the_order_is_kept(pipe, tmp_path):
-    for order in (None, "islands", "islands:audit=false"):
+    for order in (None, "islands"):
         ImagePipeline(**pipe.components | {"order": order, "parts": None}).save_pretrained(tmp_path)
         assert saving.read(str(tmp_path), {})["order"] == order
     with pytest.raises(ValueError, match=r"^order: got 'spiral', expected a name of `visspec list orders`, such as "):

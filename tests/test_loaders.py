@@ -98,21 +98,11 @@ def test_compiled_parts_within_a_model_are_unwrapped(tmp_path):
         checkpoint.unwrap_names({"a._orig_mod.w": torch.zeros(1), "a.w": torch.zeros(1)}, "x")
 
 
-def lit_ema(tensors, prefix="model_ema."):
-    """Averaged weights as LitEma stores them: names without dots, and its counters."""
-    counters = {f"{prefix}decay": torch.tensor(0.9999), f"{prefix}num_updates": torch.tensor(7)}
-    return {prefix + name.replace(".", ""): tensor + 1 for name, tensor in tensors.items()} | counters
-
-
-def test_two_sets_and_names_without_dots_are_told_how(tmp_path):
+def test_two_sets_of_weights_are_refused(tmp_path):
     tensors = filled(gpt_names(False))
     file = tmp_path / "a.safetensors"
-    for both in ({**tensors, **{f"ema.{n}": t + 1 for n, t in tensors.items()}}, {**tensors, **lit_ema(tensors)}):
-        save_file(both, file)
-        with one_sentence(r"averaged weights \(.*\) beside others"):
-            layouts_llamagen.load_llamagen(file, 4, 4)
-    save_file(lit_ema(tensors), file)
-    with pytest.raises(ValueError, match=r"averaged weights without dots \(.*\) alone"):
+    save_file({**tensors, **{f"ema.{n}": t + 1 for n, t in tensors.items()}}, file)
+    with one_sentence(r"averaged weights \(.*\) beside others"):
         layouts_llamagen.load_llamagen(file, 4, 4)
 
 
@@ -132,9 +122,6 @@ def filed(tensors):
         "wrapped": {"model": {f"module.{n}": t for n, t in tensors.items()}, "ema": {"module": averaged}},
         "deeper": {"state_dict": {"model": tensors, "ema": averaged}},
         "prefixed": {"state_dict": tensors | {f"ema.{n}": t for n, t in averaged.items()}},
-        "lit": {"state_dict": tensors | lit_ema(tensors)},
-        "lit beside": {"model": tensors, "ema": lit_ema(tensors, "")},
-        "lit of a trainer": {"state_dict": {f"model.{n}": t for n, t in tensors.items()} | lit_ema(tensors)},
     }
 
 
@@ -142,9 +129,9 @@ def filed(tensors):
 def test_averaged_weights_are_taken_where_a_file_holds_both(tmp_path, form):
     tensors, out = filled(gpt_names(False)), tmp_path / "out.safetensors"
     convert(pickled(tmp_path, filed(tensors)[form]), out)
-    found, start = load_file(out), "model." if form == "lit of a trainer" else ""
-    assert found.keys() == {start + name for name in tensors}
-    assert all(torch.equal(found[start + name], tensor + 1) for name, tensor in tensors.items())
+    found = load_file(out)
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor + 1) for name, tensor in tensors.items())
 
 
 def test_averaged_weights_alone_are_written(tmp_path):
@@ -156,8 +143,6 @@ def test_averaged_weights_alone_are_written(tmp_path):
         convert(pickled(tmp_path, content), out)
         assert load_file(out).keys() == tensors.keys()
         assert layouts_llamagen.load_llamagen(out, 4, 4).config.classes == 10
-    with pytest.raises(ValueError, match="without dots"):
-        convert(pickled(tmp_path, {"state_dict": lit_ema(tensors)}), tmp_path / "x.safetensors")
 
 
 @pytest.mark.parametrize("folder", [False, True])

@@ -178,13 +178,6 @@ def test_target_as_drafter(model, target, guidance):
     assert [r.committed for r in state.trace.rounds] == [[4, 4, 4], [4, 4, 4]]
 
 
-def test_the_first_tokens_can_be_left_undrafted(model, target):
-    drafter = SmallMAR(MARImages(model, plan=PLAN), wait=4)
-    state = decode(target, drafter, ruled(target), request([1]), FixedLength(2))
-    assert [r.levels for r in state.trace.rounds] == [0, 0, 0, 0, 2, 0]
-    assert [r.committed for r in state.trace.rounds] == [[1], [1], [1], [1], [3], [1]]
-
-
 @pytest.mark.parametrize("rule", [Coupled, Surrogate])
 def test_what_is_known_is_what_was_drawn(rule):
     target = MARTarget(MARImages(network(0), plan=PLAN))
@@ -205,7 +198,6 @@ def test_wrong_settings_are_refused(model, target):
         (r"steps: got 1, expected 2\.\.1000", lambda: MARImages(model, plan=schedule(1, learned=True))),
         ("schedule: got other deviations than the head's", lambda: MARImages(model, plan=schedule(STEPS))),
         (r"iterations: got 10, expected 1\.\.9", lambda: revealed_counts(9, 10)),
-        ("wait: got -1, expected", lambda: SmallMAR(target.family, wait=-1)),
         ("drafter: got 9 tokens of 4 numbers .* expected 9 of 3",
          lambda: SmallMAR(target.family).attach(MARImages(MAR(replace(SMALL, size=3))))),
         ("without noise in its last step", lambda: ruled(MARTarget(MARImages(model, plan=quiet)))),

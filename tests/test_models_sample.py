@@ -35,6 +35,8 @@ LATER = {  # refused with these words for some of the sample's prompts
     "Phi3ForCausalLM": "computes its cache anew",  # behind a limit
     "GitForCausalLM": "attention_mask: got padding",  # its image takes slots but no ids
     "BlipForConditionalGeneration": "states that every pass attends to",
+    "GlmImageForConditionalGeneration": "counts positions itself",
+    "HyperCLOVAXVisionV2ForConditionalGeneration": "counts positions itself",
 }
 REFUSED = {  # before any prompt
     "GPTNeoForCausalLM": "gives a draft's nodes other laws",  # windows in a buffer
@@ -50,8 +52,6 @@ REFUSED = {  # before any prompt
     "CsmForConditionalGeneration": "decodes in a loop of its own",
     "ImageGPTForCausalImageModeling": "expected a decoder of ids",
     "IdeficsForVisionText2Text": "can't run a draft",
-    "GlmImageForConditionalGeneration": "counts positions itself",
-    "HyperCLOVAXVisionV2ForConditionalGeneration": "counts positions itself",
     "Kosmos2ForConditionalGeneration": "can't run a draft",
     "MllamaForConditionalGeneration": "wrote keys and values in 1 of 2 layers (not in layer 1)",
 }

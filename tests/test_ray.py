@@ -138,7 +138,7 @@ def cluster():
     ray = pytest.importorskip("ray", reason="ray is not installed (pip install 'visspec[ray]')")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        found = ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        found = ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, configure_logging=False)
         patch.setenv("RAY_ADDRESS", found.address_info["address"])
         yield
         ray.shutdown()
@@ -155,6 +155,8 @@ def test_killed_workers_lose_nothing(cluster):
     repeated = []
 
     def make():
+        distributed.DEATHS = 1  # in the worker: each death costs a new process
+
         def making(records):
             for record in records:
                 if record.id == "r13" and record.error is None:  # a record that kills every worker

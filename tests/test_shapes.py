@@ -1,64 +1,43 @@
-"""Structure and length of drafts as values: trees that are optimal, chains that stop; the output stays what it is."""
+"""Structure of drafts as a value: trees that are optimal; the output stays what it is."""
 
 import itertools
-import json
-import random
-from functools import cache
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import visspec
-from tests.distributions import context_law, plain_law, total_variation
+from tests.distributions import context_law
 from tests.doubles import NEW, one_sentence
 from tests.test_eagle import make
-from tests.test_positions import SIZE, Chain, process_law
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec import registry
 from visspec import tree as trees
-from visspec.models.block.diffusion_trained import DiffusionDrafter
-from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.drafting import static_tree as feature_tree
 from visspec.models.drafting import structure as values
-from visspec.models.drafting.structure import RANKS, StopCriteria, optimal
-from visspec.models.drafting.structure import Chain as Built
 from visspec.models.eagle.drafter import EagleDrafter
-from visspec.sampling import Uniform
 from visspec.testing import check_drafter
-from visspec.types import MAX_NODES, DraftLengthPolicy, Sampling
+from visspec.types import DraftLengthPolicy
 
-RATES = [[0.5, 0.3, 0.1], [0.6, 0.1, 0.2], [0.4, 0.05]]  # ranks are not always in order
 VALUES = {
     "eagle2": ({"width": 3, "nodes": 9}, {"tree": "dynamic"}),
     "opt": ({"nodes": 7}, {"tree": "opt"}),
     "eagle": ({}, {"tree": "eagle"}),
-    "sequoia": ({"nodes": 8}, {"tree": "FILE"}),
     "counts": ({}, {"tree": "3-4-2"}),
-    "entropy": ({}, {"entropy": 1.2}),
-    "confidence": ({}, {"confidence": 0.1}),
-    "both": ({}, {"entropy": 1.2, "confidence": 0.1}),
 }
 
 
-@pytest.fixture
-def ranks(tmp_path):
-    (tmp_path / "ranks.json").write_text(json.dumps({RANKS: RATES}))
-    return str(tmp_path / "ranks.json")
-
-
-def shaped(family, options, values, ranks):
+def shaped(family, options, values):
     drafter = make(family, int(family != "llama"))
     for name, value in options.items():
         setattr(drafter, name, value)
-    return drafter.shaped(**{k: ranks if v == "FILE" else v for k, v in values.items()})
+    return drafter.shaped(**values)
 
 
 @pytest.mark.parametrize("value", VALUES)
-def test_tokens_depend_on_no_shape(value, ranks):
+def test_tokens_depend_on_no_shape(value):
     """Greedy as stock, sampled as plain decoding of the same seeds, in a ragged batch."""
-    drafter = shaped("llava", *VALUES[value], ranks)
+    drafter = shaped("llava", *VALUES[value])
     fast = check_drafter(drafter, model_of("llava"), prompt("llava", shapes("llava")["ragged"]), NEW)
     assert max(r.levels for r in fast.last_state.trace.rounds) > 1
 
@@ -87,9 +66,9 @@ def by_turns(family, drafter, **options):
 
 
 @pytest.mark.parametrize(("value", "family"), [("eagle2", "llama"), ("opt", "llava"), ("eagle", "llava")])
-def test_tokens_with_any_structure(value, family, ranks):
+def test_tokens_with_any_structure(value, family):
     """Chains where they are asked for, no more nodes than a structure has, and the tokens of plain decoding."""
-    drafter = shaped(family, *VALUES[value], ranks)
+    drafter = shaped(family, *VALUES[value])
     fast, seen = by_turns(family, drafter)
     plain = visspec.accelerate(model_of(family), None)
     inputs = prompt(family, shapes(family)["ragged"])
@@ -102,54 +81,15 @@ def test_tokens_with_any_structure(value, family, ranks):
     assert all(tree.size - 1 <= structure.size(tree.levels) for structure, tree in seen)
 
 
-def test_the_rule_of_draws_takes_each_kind(ranks):
-    for value in ("eagle2", "opt", "counts", "both"):
-        drafter = shaped("llama", *VALUES[value], ranks)
+def test_the_rule_of_draws_takes_each_kind():
+    for value in ("eagle2", "opt", "counts"):
+        drafter = shaped("llama", *VALUES[value])
         fast = visspec.accelerate(model_of("llama"), drafter, acceptance="rejection", adaptive=False)
         fast.generate(**prompt("llama", ["9", "4"]), max_new_tokens=NEW, do_sample=True, seed=1)
         assert fast.last_stats.faults == 0
 
 
 # --- static trees -----------------------------------------------------------------------------------------------------
-
-
-def expected(paths, rates):
-    """The mean number of accepted nodes."""
-    total = 0.0
-    for path in paths:
-        share = 1.0
-        for depth, rank in enumerate(path):
-            share *= rates[depth][rank]
-        total += share
-    return total
-
-
-def programme(nodes, rates):
-    """The optimum by Sequoia's dynamic programme, extended by rates that differ by depth."""
-
-    @cache
-    def below(size, depth, rank):
-        """Of `size` nodes below a node of a depth, as its children of ranks from `rank` on."""
-        if size == 0 or depth == len(rates) or rank == len(rates[depth]):
-            return 0.0
-        best = below(size, depth, rank + 1)
-        for own in range(1, size + 1):
-            gain = rates[depth][rank] * (1 + below(own - 1, depth + 1, 0))
-            best = max(best, gain + below(size - own, depth, rank + 1))
-        return best
-
-    return below(nodes, 0, 0)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_static_tree_is_optimal(seed):
-    """As the dynamic programme finds it."""
-    draw = random.Random(seed)
-    rates = [[draw.random() ** 2 for _ in range(draw.randint(1, 3))] for _ in range(draw.randint(1, 4))]
-    rates = [[round(x, 1) for x in row] for row in rates] if seed % 2 else rates  # ties, and zeros
-    rates[0][0] = max(rates[0][0], 0.1)
-    for nodes in (1, 2, 3, 5, 12, 30):
-        assert expected(optimal(rates, nodes), rates) == pytest.approx(programme(nodes, rates))
 
 
 def test_eagles_tree_is_what_its_authors_drew():
@@ -214,120 +154,28 @@ def test_budget_tree_is_optimal():
     assert less > 5
 
 
-# --- chains that stop -------------------------------------------------------------------------------------------------
-
-
-class Stopping(Chain):
-    """The chains of `test_positions` through the builder, with a stop."""
-
-    def __init__(self, q, stop):
-        super().__init__(q)
-        self.stop = stop
-
-    def draft(self, committed, numbers, depth):
-        window = torch.tensor(numbers, dtype=torch.float64)[None, :, None]
-        state = SimpleNamespace(
-            noise=Uniform.of(window),
-            request=SimpleNamespace(sampling=Sampling(temperature=1.0)),
-            pending=torch.tensor([committed[-1]]),
-        )
-        chain = self.builder(state)
-        for _ in range(depth):
-            chain.add(self.q((*committed, *(int(t) for t in chain.tokens))).log()[None])
-        return chain.finish()
-
-    def builder(self, state):
-        return Built(state, self.stop)
-
-
-class Choosy(Stopping):
-    """The negative control: a level is there or not by its own token."""
-
-    def builder(self, state):
-        chain = Built(state, self.stop)
-        chain.real = chain.real[:1]  # what ends the chain behind a level ends it before
-        return chain
-
-
 @pytest.fixture
 def unwarped(monkeypatch):
     monkeypatch.setattr(values, "warp", lambda logits, sampling: logits)  # in float64
 
 
-STOPS = [StopCriteria(confidence=0.5), StopCriteria(entropy=0.75), StopCriteria(entropy=0.7, confidence=0.35)]
-
-
-@pytest.mark.parametrize("stop", STOPS, ids=str)
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_stop_keeps_the_law_of_draws(stop, seed, unwarped):
-    p, drafter = context_law(2, seed), Stopping(context_law(2, seed + 7), stop)
-    assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) < 1e-12
-
-
-def test_own_token_stop_is_seen(unwarped):
-    p, drafter = context_law(2, 0), Choosy(context_law(2, 7), STOPS[0])
-    assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) > 1e-3
-
-
-def test_where_a_stop_ends_chains():
-    """Four laws of four ids: certain, even, certain, certain. Behind the even one nothing is drafted."""
-    sure, even = torch.tensor([0.0, 9.0, 0.0, 0.0]), torch.zeros(4)
-    state = SimpleNamespace(noise=None, request=SimpleNamespace(sampling=Sampling()), pending=torch.tensor([5, 5]))
-    for stop, real in (
-        (StopCriteria(entropy=0.5), [True] * 3 + [False] * 2),
-        (StopCriteria(confidence=0.3), [True] * 3 + [False] * 2),
-        (StopCriteria(confidence=0.2), [True] * 5),
-        (StopCriteria(entropy=1.3), [True] * 5),
-    ):
-        chain = Built(state, stop)
-        for logits in (sure, even, sure, sure):
-            chain.add(torch.stack([sure, logits]))
-        draft = chain.finish()
-        assert draft.real.tolist() == [[True] * 5, real], stop
-        assert draft.value[0].tolist() == [5, 1, 1, 1, 1]
-
-
-@pytest.mark.parametrize("kind", ["feature", "small", "flash", "dflash", "diffusion"])
-def test_next_draft_length(kind):
-    """A law of many ids ends every chain behind its first level: rounds after the first draft two. Not with draws."""
-    model = model_of("llama")
-    drafter = {
-        "feature": lambda: make("llama", 0), "small": lambda: SmallModel(llama(seed=1), model),
-        "flash": lambda: EagleDrafter.for_model(model, fusion="sum", block=3),
-        "dflash": lambda: BlockDrafter.for_model(model, layers=1, block=6),
-        "diffusion": lambda: DiffusionDrafter.for_model(model, layers=1, block=6),
-    }[kind]().shaped(confidence=0.999)  # fmt: skip
-    for rule, most in (("exact", 2), ("rejection", drafter.traits.levels)):
-        fast = visspec.accelerate(model, drafter, acceptance=rule, adaptive=False)
-        fast.generate(**prompt("llama", ["9"]), max_new_tokens=12, do_sample=True, temperature=1.5, seed=1)
-        levels = [r.levels for r in fast.last_state.trace.rounds]
-        assert levels[0] == drafter.traits.levels and max(levels[1:-1]) <= most and len(levels) > 4
-        assert rule == "exact" or max(levels[1:3]) > 2
-    assert MAX_NODES > 2
-
-
 # --- as options -------------------------------------------------------------------------------------------------------
 
 
-def test_shapes_are_options_of_a_checkpoint(tmp_path, ranks):
+def test_shapes_are_options_of_a_checkpoint(tmp_path):
     make("llama", 0).save_pretrained(tmp_path / "head", {})
     read = lambda options: registry.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))[0]  # noqa: E731
     assert read("tree=eagle").paths == feature_tree.EAGLE and read("tree=eagle").traits.levels == 5
-    found = read(f"tree={ranks},nodes=4")
-    assert found.paths == optimal(RATES, 4) and found.traits.trees and found.traits.levels == 2
-    assert read("tree=opt,nodes=9").width == 9 and read("confidence=0.3").stop == StopCriteria(confidence=0.3)
+    assert read("tree=opt,nodes=9").width == 9
     assert read("tree=chain,width=4").width == 1 and read("tree=3").paths == ((0,), (1,), (2,))
 
 
 BAD = {
-    "tree=bush": "tree: got 'bush', expected one of chain, dynamic, opt, eagle, a JSON file",
+    "tree=bush": "tree: got 'bush', expected one of chain, dynamic, opt, eagle, or counts",
     "tree=dynamic": "tree: got 'dynamic' with width 1",
-    "tree=none.json": "none.json",
+    "tree=none.json": "tree: got 'none.json', expected one of",
     "tree=4-0": "shape: got '4-0'",
-    "entropy=-1": "entropy: got -1",
-    "confidence=1": "confidence: got 1",
-    "confidence=0.5,width=3": "entropy, confidence: got 0.0, 0.5 for trees",
-    "confidence=high": "confidence: got high, expected a finite number",
+    "confidence=0.5": "drafter: head does not take 'confidence', expected tree",
 }
 
 
@@ -338,16 +186,12 @@ def test_bad_shapes(options, tmp_path):
         registry.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))
 
 
-def test_bad_rates(tmp_path):
-    for rates in ([], [[]], [[1.5]], [["a"]], [0.5], "x", [[0.0]], [[True]]):
-        (tmp_path / "r.json").write_text(json.dumps({RANKS: rates}))
-        with pytest.raises(ValueError, match="tree: "):
-            make("llama", 0).shaped(tree=str(tmp_path / "r.json"))
+def test_a_drafter_without_trees():
     with pytest.raises(ValueError, match="tree: got 'opt' for SmallModel"):
         SmallModel(llama(seed=1), model_of("llama")).shaped(tree="opt")
 
 
-def test_shapes_saved(tmp_path, ranks):
+def test_shapes_saved(tmp_path):
     model = llama(seed=5)
     head = make("llama", 0)
     EagleDrafter(head.head, model).save_pretrained(tmp_path / "head", {})
@@ -355,9 +199,6 @@ def test_shapes_saved(tmp_path, ranks):
         visspec.accelerate(model, f"{tmp_path / 'head'}:{options}").save_pretrained(tmp_path / options)
         again = visspec.Accelerated.from_pretrained(tmp_path / options).drafter
         assert set(again.paths) == set(found)
-    with pytest.raises(ValueError, match="expected no file outside"):
-        visspec.accelerate(model, f"{tmp_path / 'head'}:tree={ranks},nodes=4").save_pretrained(tmp_path / "x")
-    for shape in ({"tree": "eagle"}, {"confidence": 0.2}):
-        with pytest.raises(ValueError, match="as its weights have it"):
-            made = EagleDrafter(head.head, model).shaped(**shape)
-            visspec.accelerate(model, made).save_pretrained(tmp_path / "y")
+    with pytest.raises(ValueError, match="as its weights have it"):
+        made = EagleDrafter(head.head, model).shaped(tree="eagle")
+        visspec.accelerate(model, made).save_pretrained(tmp_path / "y")

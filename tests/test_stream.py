@@ -37,7 +37,7 @@ def prompts(name, shape="ragged", count=2, **common):
 def alone(quick, entries, **options):
     """Each prompt by itself: (tokens, drift)."""
     results = [quick.run(**{**options, **entry}) for entry in entries]
-    return [(r.state.tokens[0], float(r.state.meters.get("drift", torch.zeros(1))[0])) for r in results]
+    return [(r.state.tokens[0], 0.0 if r.state.drift is None else float(r.state.drift[0])) for r in results]
 
 
 @functools.cache

@@ -114,7 +114,9 @@ def test_a_panel(captioner, small, monkeypatch):
     monkeypatch.setattr(verdict, "ask", told)
     more = [Member(name, captioner.fast, captioner.processor) for name in ("liar", "mute", "broken")]
     members = [more[0], captioner, more[1], small, more[2]]
-    found = decide(members, captioner, image, question, keep=2, template="{question}", max_new_tokens=20)
+    with monkeypatch.context() as patch:
+        patch.setattr(verdict, "TEMPLATE", "{question}")  # the judge was not taught to read drafts
+        found = decide(members, captioner, image, question, keep=2, max_new_tokens=20)
     drafts = found["drafts"]
     assert found["answer"] == right and [d["chosen"] for d in drafts] == [False, True, False, True, False]
     assert drafts[2]["error"] == "mute: got no answer" and drafts[4]["error"] == "broken: made up"
@@ -128,12 +130,13 @@ def test_a_panel(captioner, small, monkeypatch):
             decide(members, captioner, image, question, keep=keep)
 
 
-def test_the_command(captioner, tmp_path, capsys):
+def test_the_command(captioner, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(verdict, "TEMPLATE", "{question}")  # the judge was not taught to read drafts
     image, question, right = asked()
     image.save(tmp_path / "a.png")
     argv = ["answer", str(tmp_path / "a.png"), question, "--drafts", "captioner", "captioner-small", "--model"]
     out = tmp_path / "v.json"
-    assert main([*argv, "captioner", "--template", "{question}", "--json", str(out)]) in (0, None)
+    assert main([*argv, "captioner", "--json", str(out)]) in (0, None)
     printed = capsys.readouterr().out.splitlines()
     assert printed[-2:] == [right, "guarantee: selection (not lossless)"] and printed[0].startswith("* captioner (0.")
     record = json.loads(out.read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ class Entry(NamedTuple):
         return getattr(import_module(module), name)
 
 
-def options_of(kind: Any) -> dict[str, tuple[str, Any]]:
+def options_of(kind: Callable[..., object]) -> dict[str, tuple[str, Any]]:
     """The options of a class or function, read from its signature: annotation and default by name."""
     found = {}
     for name, parameter in signature(kind).parameters.items():

@@ -32,7 +32,7 @@ KINDS = {"drafter": "drafters", "rule": "rules", "length": "lengths", "order": "
          "layout": "layouts", "preset": "presets", "recipe": "recipes", "model": "models"}  # fmt: skip
 ARGUMENTS = {"rule": "acceptance", "recipe": "preset"}  # the argument that takes a name, where it is not the kind
 PLUGINS = "visspec.plugins"
-SHAPE = ("tree", "entropy", "confidence")  # options of every `StructuredDrafter`
+SHAPE = ("tree", "confidence")  # options of `shaped` of drafters that build their drafts
 CHECKPOINTS = included.FOLDER  # of the included models, a folder each
 _plugins_called = False
 _added: set[tuple[str, str]] = set()  # (kind, name) that `register` has added
@@ -41,7 +41,7 @@ _added: set[tuple[str, str]] = set()  # (kind, name) that `register` has added
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def register(kind: str, name: str, target: Any, what: str = "", needs: str = "", checkpoint: str = "") -> None:
+def register(kind: str, name: str, target: object, what: str = "", needs: str = "", checkpoint: str = "") -> None:
     """Add a name that `accelerate`, `ImagePipeline` and the command line take.
 
     Args:
@@ -196,7 +196,7 @@ def order(spec: str | Order | Iterable[int] | None) -> Any:
     return named("order", spec) if isinstance(spec, str) else load("visspec.loop.visits:ListedOrder")(spec)
 
 
-def length(spec: Any) -> Callable[[int], Any] | None:
+def length(spec: object) -> Callable[[int], Any] | None:
     """What makes a draft-length policy for a number of levels, by name and options, "adaptive:share=0.02", or copies an
     object. Raises ValueError as `named` does.
     """

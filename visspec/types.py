@@ -111,7 +111,6 @@ class Verdict:
     length: Tensor  # (B,) nodes on the path, node 0 included
     next: Tensor  # (B, *X) bonus, residual or repaired value: the next pending node
     drift: Tensor | None = None  # (B,) estimate or bound of this round's total variation; None: exact, or not measured
-    displacement: Tensor | None = None  # (B,) expected latent distance to the exact rule's result, summed
 
 
 @dataclass(frozen=True)
@@ -159,13 +158,6 @@ class Request:
         order = range(self.grid[0] * self.grid[1]) if self.order is None else self.order
         given = [False] * len(order) if self.known is None else (self.known[row] != FREE).tolist()
         return [place for place in order if given[place]] + [place for place in order if not given[place]]
-
-    @cached_property
-    def stride(self) -> int:
-        """Positions between a token and the one below it; synchronises once."""
-        assert self.grid is not None
-        ends = 0 if self.fixed is None else int((self.fixed[: self.max_new_tokens] != FREE).sum())
-        return self.grid[1] + (ends >= self.grid[0])  # plus one if every row ends with a grammar token
 
 
 class Tokenizer(Protocol):
@@ -298,7 +290,7 @@ class State:
     rows: list[int]
     output: Any  # a `loop.output.TokenBuffer`, which the target chooses
     noise: Any = None  # random numbers, `sampling.BufferedNoise`; None with greedy sampling
-    meters: dict[str, Tensor] = field(default_factory=dict)  # drift and displacement, (original rows,), summed
+    drift: Tensor | None = None  # (original rows,) summed over the rounds
     memory: Any = None  # the drafter's per-request state
     target: Target | None = None  # for drafters that run its layers or read its keys and values
     # given the tokens that drafts of 1, 2, ... nodes (the root included) are expected to commit, how many nodes pay

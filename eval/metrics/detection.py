@@ -32,22 +32,20 @@ class DetectionResult:
 
 
 class Detector(Protocol):
-    """`closed_set`: whether all classes are detected, not only those of the prompt; `strict` needs it.
+    """Detects all classes that it knows, not only those of a prompt: `strict` counts the others.
 
     `fingerprint` identifies weights and settings. `original` is True only for GenEval's own detector.
     """
 
     name: str
     fingerprint: str
-    closed_set: bool
     original: bool
-    max_overlap: float  # boxes of one class overlapping more than this are merged; 1.0 disables merging
 
     def threshold(self, tag: str) -> float:
         """Scores must exceed this for a task."""
 
-    def detect(self, image: Image.Image, classes: Sequence[str]) -> DetectionResult:
-        """Objects of the given classes in an RGB image (a closed-set detector may return others too)."""
+    def detect(self, image: Image.Image) -> DetectionResult:
+        """Objects in an RGB image."""
 
 
 class ColourClassifier(Protocol):

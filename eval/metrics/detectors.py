@@ -1,4 +1,4 @@
-"""Detectors for GenEval: open-vocabulary and COCO with transformers, the original with mmdet; CLIP for colours.
+"""Detectors for GenEval: Mask2Former with transformers, the original with mmdet; CLIP for colours.
 
 Every class takes a loaded model and its processor. Only `MMDetMask2Former` with the original's checkpoint is
 `original`: the Mask2Former of transformers was trained separately and scores differently.
@@ -47,13 +47,11 @@ class _ModelDetector:
     """Device, name, fingerprint, and GenEval's thresholds, which are calibrated to its own detector."""
 
     original = False
-    closed_set = False
-    max_overlap = 1.0
     scores = (THRESHOLD, COUNTING_THRESHOLD)  # all tasks but counting, counting
 
     def __init__(self, model: PreTrainedModel, processor: Any, name: str):
         self.model, self.processor, self.name = model.eval(), processor, name
-        self.fingerprint = digest(name, type(self).__name__, weights_hash(model), self.scores, self.max_overlap)
+        self.fingerprint = digest(name, type(self).__name__, weights_hash(model), self.scores)
 
     @property
     def device(self) -> torch.device:
@@ -71,8 +69,6 @@ class Mask2Former(_ModelDetector):
     binary maps (otherwise overlapping masks overwrite each other). Boxes are computed from the masks.
     """
 
-    closed_set = True
-
     def __init__(self, model: PreTrainedModel, processor: Callable, name: str, classes: Sequence[str] = COCO_CLASSES):
         super().__init__(model, processor, name)
         if model.config.num_labels != len(classes):
@@ -80,7 +76,7 @@ class Mask2Former(_ModelDetector):
         self.classes = tuple(classes)
 
     @torch.inference_mode()
-    def detect(self, image: Image.Image, classes: Sequence[str]) -> DetectionResult:
+    def detect(self, image: Image.Image) -> DetectionResult:
         """Every instance above the lowest threshold, whatever its class."""
         inputs = self.processor(images=image, return_tensors="pt").to(self.device)
         options = {"threshold": min(self.scores), "target_sizes": [image.size[::-1]], "return_binary_maps": True}
@@ -93,29 +89,6 @@ class Mask2Former(_ModelDetector):
         return DetectionResult(tuple(Detection(n, s, box_of(mask), mask) for n, s, mask in found if mask.any()))
 
 
-class OwlV2(_ModelDetector):
-    """OWLv2, queried for the prompt's classes only, in one pass; not a closed set, so `strict` is undefined.
-
-    Its scores are low (default threshold 0.1), and it doesn't suppress overlaps, which counting needs.
-    """
-
-    scores = (0.1, 0.2)
-    max_overlap = 0.5
-
-    @torch.inference_mode()
-    def detect(self, image: Image.Image, classes: Sequence[str]) -> DetectionResult:
-        texts = [[f"a photo of a {name}" for name in classes]]
-        inputs = self.processor(text=texts, images=image, return_tensors="pt").to(self.device)
-        # The processor pads images to a square, so boxes refer to its longer side.
-        side = max(image.size)
-        options = {"threshold": min(self.scores), "target_sizes": [(side, side)]}
-        (result,) = self.processor.post_process_grounded_object_detection(self.model(**inputs), **options)
-        boxes = result["boxes"].clamp(min=0)
-        cut = boxes.minimum(boxes.new_tensor(image.size * 2)).tolist()
-        found = zip(result["labels"].tolist(), result["scores"].tolist(), cut)
-        return DetectionResult(tuple(Detection(classes[label], score, tuple(box)) for label, score, box in found))
-
-
 class MMDetMask2Former(_ModelDetector):
     """The original's detector: an mmdet model and the file its weights came from, whose hash is checked.
 
@@ -124,7 +97,6 @@ class MMDetMask2Former(_ModelDetector):
     """
 
     name = "mask2former-swin-s-mmdet"
-    closed_set = True
 
     def __init__(self, config: str | Path, checkpoint: str | Path, device: str = "cuda", infer: Callable | None = None):
         found = file_digest(checkpoint)
@@ -137,7 +109,7 @@ class MMDetMask2Former(_ModelDetector):
             infer = lambda array: inference_detector(model, array)  # noqa: E731
         self.infer = infer
 
-    def detect(self, image: Image.Image, classes: Sequence[str]) -> DetectionResult:
+    def detect(self, image: Image.Image) -> DetectionResult:
         """Every instance of the 80 classes."""
         boxes, masks = self.infer(np.ascontiguousarray(np.asarray(image)[..., ::-1]))
         out = []

@@ -126,36 +126,6 @@ def _settings(processor: object) -> str:
     return ", ".join(f"{key}={getattr(inner, key)}" for key in keys if hasattr(inner, key))
 
 
-class TimmFeatures:
-    """Pooled features of a timm model such as `vit_large_patch14_dinov2.lvd142m`, resized and normalised for it."""
-
-    def __init__(self, model: torch.nn.Module, name: str):
-        from timm.data import resolve_model_data_config
-
-        self.model, self.name = model.eval(), name
-        self.config = resolve_model_data_config(model)
-        # A model created with another img_size still has the pretrained size in its configuration.
-        fixed = getattr(getattr(model, "patch_embed", None), "img_size", None)
-        if fixed:
-            self.config["input_size"] = (3, *fixed)
-        keys = ("input_size", "interpolation", "mean", "std")
-        described = ", ".join(f"{key}={self.config[key]}" for key in keys)
-        self.preprocessing = f"torch interpolate with antialias to input_size, centre crop none; {described}"
-        self.fingerprint = digest(self.name, weights_hash(model), self.preprocessing)
-
-    @torch.inference_mode()
-    def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """float32 (n, dim): `forward_head(forward_features(x), pre_logits=True)`."""
-        parameter = next(self.model.parameters())
-        mode = self.config["interpolation"] if self.config["interpolation"] in ("bicubic", "bilinear") else "bicubic"
-        x = _checked(images).to(parameter.device).float() / 255
-        x = torch.nn.functional.interpolate(x, self.config["input_size"][1:], mode=mode, antialias=True).clamp(0, 1)
-        mean, std = (x.new_tensor(self.config[key])[:, None, None] for key in ("mean", "std"))
-        x = ((x - mean) / std).to(parameter.dtype)
-        features = self.model.forward_features(x)  # type: ignore[operator]  # timm's, of every model of it
-        return self.model.forward_head(features, pre_logits=True).float().cpu()  # type: ignore[operator]
-
-
 class Inception:
     """torch-fidelity's port of the 2015-12-05 Inception graph; `path` is its weight file, which is not downloaded.
 
@@ -244,7 +214,7 @@ def _extract(folder: str | Path, extractor: FeatureExtractor, batch_size: int) -
 
 
 def result(
-    name: str, generated: FeatureTable, reference: FeatureTable, extractor: FeatureExtractor, **values: Any
+    name: str, generated: FeatureTable, reference: FeatureTable, extractor: FeatureExtractor, **values: object
 ) -> dict:
     """A result row: name, values, both counts, extractor and problems.
 

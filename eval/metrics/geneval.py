@@ -35,23 +35,11 @@ COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown"
 THRESHOLD = 0.3
 COUNTING_THRESHOLD = 0.9
 MAX_OBJECTS = 16  # per class
-MAX_OVERLAP = 1.0
 POSITION_SHRINK = 0.1
 POSITION_LEAST = 0.5
 ORIGINAL_PROMPTS = "5c48e0813e812e3c373fa5c8ed07a8f0a483be30272b4427b0559c8048e67c13"  # sha256 of the 553 JSON lines
 ORIGINAL_SAMPLES = 4
 FIELDS = ("tag", "include", "exclude", "prompt")
-
-
-def overlap(a: Sequence[float], b: Sequence[float]) -> float:
-    """Intersection over union of two boxes (x0, y0, x1, y1) whose corners are inclusive pixels."""
-
-    def area(x0: float, y0: float, x1: float, y1: float) -> float:
-        return max(x1 - x0 + 1, 0) * max(y1 - y0 + 1, 0)
-
-    shared = area(max(a[0], b[0]), max(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3]))
-    union = area(*a[:4]) + area(*b[:4]) - shared
-    return shared / union if union else 0.0
 
 
 def relations(subject: Sequence[float], reference: Sequence[float]) -> set[str]:
@@ -71,19 +59,12 @@ def relations(subject: Sequence[float], reference: Sequence[float]) -> set[str]:
     return {name for name, value in tests.items() if value > POSITION_LEAST}
 
 
-def select_detections(
-    found: DetectionResult, threshold: float, max_overlap: float = MAX_OVERLAP
-) -> dict[str, list[Detection]]:
-    """Detections above a threshold by class, best first, at most MAX_OBJECTS a class; overlapping ones merged."""
+def select_detections(found: DetectionResult, threshold: float) -> dict[str, list[Detection]]:
+    """Detections above a threshold by class, best first, at most MAX_OBJECTS a class."""
     out: dict[str, list[Detection]] = {}
-    for label in dict.fromkeys(d.label for d in found.detections):
-        chosen: list[Detection] = []
-        sure = [d for d in found.detections if d.label == label and d.score > threshold]
-        for d in sorted(sure, key=lambda d: -d.score)[:MAX_OBJECTS]:
-            if max_overlap >= 1 or all(overlap(d.box, other.box) < max_overlap for other in chosen):
-                chosen.append(d)
-        if chosen:
-            out[label] = chosen
+    for d in sorted(found.detections, key=lambda d: -d.score):
+        if d.score > threshold and len(chosen := out.setdefault(d.label, [])) < MAX_OBJECTS:
+            chosen.append(d)
     return out
 
 
@@ -242,7 +223,7 @@ class Report:
 
 
 def evaluate_image(path: Path, filename: str, metadata: dict, detector: Detector, colours: ColourClassifier):
-    """One result row in GenEval's form, plus `strict` (None if the detector is not a closed set)."""
+    """One result row in GenEval's form, plus `strict`."""
     row = {"filename": filename, "tag": metadata["tag"], "prompt": metadata["prompt"]}
     row["metadata"] = json.dumps(metadata)
     try:
@@ -256,16 +237,14 @@ def evaluate_image(path: Path, filename: str, metadata: dict, detector: Detector
 
 def judge_image(
     image, metadata: dict, detector: Detector, colours: ColourClassifier
-) -> tuple[bool, bool | None, str, dict[str, list[Detection]]]:
-    """(correct, strict, reasons, objects) of an image; strict is None if the detector is not a closed set."""
-    classes = sorted({item["class"] for key in ("include", "exclude") for item in metadata.get(key, [])})
-    found = detector.detect(image, classes)
-    objects = select_detections(found, detector.threshold(metadata["tag"]), detector.max_overlap)
+) -> tuple[bool, bool, str, dict[str, list[Detection]]]:
+    """(correct, strict, reasons, objects) of an image."""
+    found = detector.detect(image)
+    objects = select_detections(found, detector.threshold(metadata["tag"]))
     correct, reason = judge(image, objects, metadata, colours)
     if found.refused:
         correct, reason = False, f"refused: {found.refused}"
-    strict = bool(correct and strictly(objects, metadata)) if detector.closed_set else None
-    return correct, strict, reason, objects
+    return correct, bool(correct and strictly(objects, metadata)), reason, objects
 
 
 def evaluate(
@@ -327,10 +306,7 @@ def _name(prompts: list[PromptFolder], detector: Detector, colours: ColourClassi
 
 
 def summarise(rows: Iterable[dict]) -> dict:
-    """Counts and shares in GenEval's terms; `overall` is the unweighted mean of the tasks present.
-
-    `strict` and `strict_tasks` are None if any row has no strict verdict.
-    """
+    """Counts and shares in GenEval's terms; `overall` and `strict` are the unweighted means of the tasks present."""
     rows = list(rows)
     if not rows:
         raise ValueError("there is no result row to summarise")
@@ -342,11 +318,8 @@ def summarise(rows: Iterable[dict]) -> dict:
     tasks: dict[str, dict[str, Any]] = {}
     for tag in tags:
         own = [row for row in rows if row["tag"] == tag]
-        right = sum(bool(row["correct"]) for row in own)
-        tasks[tag] = {"correct": right, "images": len(own), "score": right / len(own)}
-        known = all(row.get("strict") is not None for row in own)
-        tasks[tag]["strict"] = sum(bool(row["strict"]) for row in own) / len(own) if known else None
-    stricts = [task["strict"] for task in tasks.values()]
+        right, exact = (sum(bool(row[name]) for row in own) for name in ("correct", "strict"))
+        tasks[tag] = {"correct": right, "images": len(own), "score": right / len(own), "strict": exact / len(own)}
     found: dict[str, Any] = {
         "images": len(rows),
         "prompts": len(prompts),
@@ -354,5 +327,5 @@ def summarise(rows: Iterable[dict]) -> dict:
     }
     found |= {"correct_images": sum(bool(row["correct"]) for row in rows) / len(rows), "tasks": tasks}
     found |= {"correct_prompts": sum(prompts.values()) / len(prompts)}
-    found["overall"] = float(np.mean([task["score"] for task in tasks.values()]))
-    return found | {"strict": None if None in stricts else float(np.mean(stricts))}
+    means = {"overall": "score", "strict": "strict"}
+    return found | {name: float(np.mean([task[field] for task in tasks.values()])) for name, field in means.items()}

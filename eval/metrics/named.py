@@ -11,7 +11,7 @@ from visspec.io import included
 
 
 def extractor(spec: str, device: str = "cpu") -> features.FeatureExtractor:
-    """ "random-conv" (included), "inception" or "inception:FILE", "timm:NAME", or a transformers model with an image
+    """ "random-conv" (included), "inception" or "inception:FILE", or a transformers model with an image
     processor (CLIP, DINOv2, ...).
     """
     kind, _, rest = spec.partition(":")
@@ -19,8 +19,6 @@ def extractor(spec: str, device: str = "cpu") -> features.FeatureExtractor:
         return features.RandomConv(device)
     if kind == "inception":
         return _build_metric("extractor", spec, lambda: features.Inception(rest or None, device))
-    if kind == "timm":
-        return _build_metric("extractor", spec, lambda: _timm(rest, device))
     model, processor = _transformers("extractor", spec, "AutoModel", "AutoImageProcessor", device)
     return features.TransformersFeatures(model, processor, spec)
 
@@ -31,14 +29,8 @@ def clip(spec: str, device: str = "cpu") -> clipscore.ClipScorer:
     return clipscore.ClipScorer(model, processor, spec)
 
 
-DETECTORS: dict[str, tuple[type, str]] = {  # name: class, transformers' class of the model
-    "mask2former": (detectors.Mask2Former, "AutoModelForUniversalSegmentation"),
-    "owlv2": (detectors.OwlV2, "AutoModelForZeroShotObjectDetection"),
-}
-
-
 def detector(spec: str, device: str = "cpu") -> detection.Detector:
-    """An included one by name, "KIND:MODEL" with a kind of DETECTORS, or "mmdet:CONFIG:CHECKPOINT" (GenEval's own)."""
+    """An included one by name, "mask2former:MODEL" or "mmdet:CONFIG:CHECKPOINT" (GenEval's own)."""
     kind, _, rest = spec.partition(":")
     own = included.table().worlds
     if spec in own:
@@ -46,11 +38,11 @@ def detector(spec: str, device: str = "cpu") -> detection.Detector:
     if kind == "mmdet":
         config, _, weights = rest.partition(":")
         return _build_metric("detector", spec, lambda: detectors.MMDetMask2Former(config, weights, device))
-    if kind not in DETECTORS or not rest:
-        known = ", ".join([*own, *(f"{name}:MODEL" for name in DETECTORS)])
+    if kind != "mask2former" or not rest:
+        known = ", ".join([*own, "mask2former:MODEL"])
         raise ValueError(f"detector: got {spec!r}, expected {known} or mmdet:CONFIG:CHECKPOINT")
-    made, loader = DETECTORS[kind]
-    return made(*_transformers("detector", rest, loader, "AutoProcessor", device), rest)
+    loaded = _transformers("detector", rest, "AutoModelForUniversalSegmentation", "AutoProcessor", device)
+    return detectors.Mask2Former(*loaded, rest)
 
 
 def colours(spec: str, device: str = "cpu") -> detection.ColourClassifier:
@@ -58,12 +50,6 @@ def colours(spec: str, device: str = "cpu") -> detection.ColourClassifier:
     if spec == "detected":
         return detection.DetectedColours()
     return detectors.ClipColours(*_transformers("colours", spec, "CLIPModel", "CLIPProcessor", device), spec)
-
-
-def _timm(name: str, device: str) -> features.FeatureExtractor:
-    import timm
-
-    return features.TimmFeatures(timm.create_model(name, pretrained=True, num_classes=0).to(device), name)
 
 
 def _transformers(argument: str, spec: str, model: str, processor: str, device: str) -> tuple[Any, Any]:

@@ -42,7 +42,7 @@ def draft_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *args: Any,
+    *args: object,
     visspec: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
@@ -69,7 +69,7 @@ def draft_attention(
     return folded_attention(query, key, value, visspec[:, :, :rows], scaling), None
 
 
-def draft_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+def draft_mask(*args: object, **kwargs: object) -> Tensor | None:
     """transformers' own mask for `sdpa`; a verification pass brings a 4-D mask and does not ask."""
     return MASKS[STOCK](*args, **kwargs)
 
@@ -92,7 +92,7 @@ AttentionInterface.register(NAME, draft_attention)
 AttentionMaskInterface.register(NAME, draft_mask)
 
 
-def implementation(config: Any) -> str | None:
+def implementation(config: object) -> str | None:
     """A configuration's own attention implementation, also while another thread verifies with its model."""
     name = getattr(config, "_attn_implementation", None)
     return STOCK if name == NAME else name

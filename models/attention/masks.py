@@ -44,7 +44,7 @@ class Masks:
         )
         if single and (self.groups == 1 or self.backend.name != MASK):
             return {"attention_mask": None}
-        if (layout := self.backend(slots, tree, extent)) is not None:
+        if (layout := self.backend(slots, tree)) is not None:
             return self.unmasked(layout)
         if slots.apart or slots.padding is not None or tree.parent.shape[0] > 1 or slots.extents is not None:
             mask = self._ragged_mask(slots, tree, extent)

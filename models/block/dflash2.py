@@ -10,7 +10,6 @@ Shapes: B rows, A blocks, M = B A, K places of a block, N = A K, T taps, S = 2 T
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +74,7 @@ class Layer(MuseGlimmerAssistantDecoderLayer):
         super().__init__(config, layer_idx)
         self.attention_conv, self.mlp_conv = GroupedConv(config), GroupedConv(config)
 
-    def forward(self, hidden_states: Tensor, **given: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, **given: object) -> Tensor:
         x, after = self.attention_conv(self.input_layernorm(hidden_states))
         hidden_states = hidden_states + after(self.self_attn(hidden_states=x, **given)[0])
         x, after = self.mlp_conv(self.post_attention_layernorm(hidden_states))

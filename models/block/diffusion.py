@@ -23,7 +23,7 @@ from visspec.io.checkpoint import check_whole
 from visspec.models.decoder.small_model import READS, VOCABULARY_PADDING
 from visspec.models.decoder.target import describe, vocabulary
 from visspec.models.drafting.structure import Chain, StructuredDrafter
-from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
+from visspec.types import MAX_NODES, Draft, DrafterTraits, Scores, State
 
 
 def denoises(network: nn.Module) -> bool:
@@ -115,7 +115,7 @@ class DiffusionModel(StructuredDrafter):
         if self.structure(state).width > 1:
             state.calls["draft_pass"] += 1
             return self.block_tree(state, self._mask_undraftable(self.denoised(texts, None, depth)))
-        chain = Chain(state, self.stop)
+        chain = Chain(state)
         while (done := len(chain.tokens)) < depth:
             state.calls["draft_pass"] += 1
             filled_BN = torch.stack(chain.tokens, dim=1) if done else None
@@ -159,9 +159,6 @@ class DiffusionModel(StructuredDrafter):
         logits_BKV[..., barred] = float("-inf")
         return logits_BKV
 
-    def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        self.learn(state, draft, outcome)
-
     def join(self, state: State, other: State, take: list[int]) -> None:
         for b, row in zip(take, state.rows[-len(take) :]):
             state.memory.prompts[row : row + 1] = other.memory.prompts[other.rows[b] :][:1]
@@ -172,4 +169,3 @@ class _Prompts:
 
     def __init__(self, prompts: list[list[int]]):
         self.prompts = prompts
-        self.limit = MAX_NODES  # levels of the next draft, see `shapes`

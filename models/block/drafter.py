@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from visspec.models.drafting.checkpoint import write_provenance
 from visspec.models.drafting.memory import PendingInputs, accepted_nodes, prompt_first
 from visspec.models.drafting.structure import Chain, StructuredDrafter
 from visspec.models.layers import depth, over_vocabulary
-from visspec.types import Draft, DrafterTraits, Outcome, Scores, State, Verdict
+from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,7 @@ class BlockModel(StructuredDrafter):
     """
 
     saved_as = "network"
+    confidence = 0.0  # product of expected acceptance rates below which a chain ends; 0 is off
 
     def __init__(
         self,
@@ -112,6 +113,26 @@ class BlockModel(StructuredDrafter):
         if self.width > 1 and head is not None and head.remembers:
             raise ValueError(f"width: got {self.width} for a head that remembers its chain, expected 1")
 
+    def shaped(self, tree: str | int = "", confidence: float = 0.0) -> Self:
+        """Set structure and length of drafts, as `StructuredDrafter.shaped`.
+
+        confidence: of chains of a drafter with a head that expects acceptance rates (DSpark): end a row's chain, from
+            the second level on, where the product of the rates is below it. The next round drafts at most one level
+            more than the longest row kept, or twice as many where none ended.
+        """
+        super().shaped(tree)
+        if confidence:
+            if self.traits.trees or getattr(self.form.sequential, "confidence", None) is None:
+                what = "trees" if self.traits.trees else "a drafter without a head that expects acceptance rates"
+                raise ValueError(f"confidence: got {confidence} for {what}, expected chains of one that has it")
+            if not 0 <= confidence < 1:
+                raise ValueError(f"confidence: got {confidence}, expected a probability below 1")
+            self.confidence = confidence
+        return self
+
+    def levels(self, state: State, depth: int) -> int:
+        return min(super().levels(state, depth), state.memory.limit)
+
     def _grow(self, tree: str) -> None:
         super()._grow(tree)
         self._check_width()
@@ -133,9 +154,9 @@ class BlockModel(StructuredDrafter):
         export.write(self, folder, export.form_for(self))
         write_provenance(folder, provenance)
 
-    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
-        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
-        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), **options)
+    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, private: bool | None = None) -> str:
+        """Upload what `save_pretrained` writes. Returns the URL."""
+        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), private)
 
     def start(self, state: State, scores: Scores) -> None:
         assert scores.features is not None
@@ -156,7 +177,7 @@ class BlockModel(StructuredDrafter):
         if self.structure(state).width > 1:
             below = None if head is None else head.begun(logits_BKV, hidden_BKd)
             return self.block_tree(state, logits_BKV, below)
-        chain = Chain(state, self.stop)
+        chain = Chain(state, self.confidence)
         if head is None:
             chain.extend(logits_BKV)
         elif chain.greedy and (tokens_BK := head.likeliest(logits_BKV, hidden_BKd, state.pending)) is not None:
@@ -168,7 +189,7 @@ class BlockModel(StructuredDrafter):
     def _walk(self, chain: Chain, head: Sequential, logits_BKV: Tensor, hidden_BKd: Tensor) -> None:
         below, token_B = head.begun(logits_BKV, hidden_BKd), chain.pending
         for place, hidden_Bd in enumerate(hidden_BKd.unbind(1)):
-            logit_B = head.expected(hidden_Bd, token_B) if self.stop is not None and self.stop.confidence else None
+            logit_B = head.expected(hidden_Bd, token_B) if self.confidence else None
             rate_B = None if logit_B is None else logit_B.sigmoid().float()
             token_B = chain.add(below(place, token_B[:, None])[:, 0], rate_B)
 
@@ -265,7 +286,10 @@ class BlockModel(StructuredDrafter):
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep the target's features of the accepted nodes for the next pass."""
-        self.learn(state, draft, outcome)
+        # not of draws: their numbers are used again until they are judged, so no length may depend on the last one
+        if self.confidence and draft.levels and not (state.noise is not None and state.noise.samples):
+            kept = max(outcome.draft_lengths)
+            state.memory.limit = kept + 1 if kept < draft.levels else 2 * kept
         path_BD, features, counts = accepted_nodes(scores, verdict, outcome)
         first_B = state.memory.placed(state.position) - verdict.length
         position_BD = first_B[:, None] + torch.arange(path_BD.shape[1], device=first_B.device)
@@ -296,6 +320,7 @@ class _Context(PendingInputs):
         super().__init__()
         self.cache = SlotLayers(rows, answer)
         self.offset: Tensor | None = None  # (B,) the target's positions less the drafter's
+        self.limit = MAX_NODES  # levels of the next draft
 
     def placed(self, position_B: Tensor) -> Tensor:
         """The drafter's positions of the target's."""

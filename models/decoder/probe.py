@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 
 from visspec import tree as trees
 from visspec.cache import SlotCache
@@ -30,7 +30,7 @@ from visspec.loop.output import TokenBuffer
 from visspec.models.attention import ragged, rotary
 from visspec.models.attention.hooks import HOOKING
 from visspec.models.attention.recurrent import state_layers
-from visspec.models.attention.slot_layers import CACHE_NAMES, SlotLayer, SlotLayers, StateSlotLayer
+from visspec.models.attention.slot_layers import SlotLayer, SlotLayers, StateSlotLayer
 from visspec.types import Draft, Request, State
 
 if TYPE_CHECKING:
@@ -64,7 +64,6 @@ class ProbeResult(NamedTuple):
 _answers: dict[tuple, ProbeResult] = {}
 _pads: dict[tuple, bool] = {}
 _rows: dict[tuple, bool] = {}
-_prompts: dict[tuple, str] = {}  # what is wrong with a model that refuses every prompt
 
 
 def check(target: HFDecoder) -> ProbeResult:
@@ -110,43 +109,6 @@ def _key(target: HFDecoder) -> tuple:
     model, masks = target.model, target.masks
     parts = frozenset(map(type, model.modules()))  # quantised or wrapped ones answer otherwise
     return parts, masks.groups, masks.backend.name, model.dtype, target.device.type, repr(model.config.to_dict())
-
-
-def check_prompt(target: HFDecoder) -> None:
-    """Raises ValueError if a prompt of text is refused because of how the model prepares its inputs. One pass over some
-    tokens for models that do so in a way of their own; kept as the answers of `check` are.
-    """
-    if type(target.model).prepare_inputs_for_generation is GenerationMixin.prepare_inputs_for_generation:
-        return
-    if (key := _key(target)) not in _prompts:
-        with HOOKING, torch.inference_mode(False), restore_after(target.model):
-            _prompts[key] = _prompt_fault(target)
-    if _prompts[key]:
-        raise ValueError(_prompts[key])
-
-
-def _prompt_fault(target: HFDecoder) -> str:
-    ids_1L = _tokens(target)
-    inputs: dict[str, Any] = {}
-
-    def catch(model, input_ids, logits_processor, stopping_criteria, generation_config, **prepared):
-        inputs.update(prepared)
-        return input_ids
-
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            real_1L = torch.ones_like(ids_1L)
-            target.model.generate(ids_1L, attention_mask=real_1L, max_new_tokens=1, custom_generate=catch)
-        own = {name: value for name, value in inputs.items() if name not in CACHE_NAMES}
-        target.prefill(Request({**own, "logits_to_keep": 1}, ids_1L, max_new_tokens=1))
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except ValueError as error:
-        return str(error) if str(error).startswith("model: ") else ""
-    except Exception:  # it needs more than ids
-        pass
-    return ""
 
 
 def pads(target: HFDecoder) -> bool:
@@ -252,9 +214,7 @@ def _probe(target: HFDecoder) -> ProbeResult:
                 path_RPV = torch.cat([_alone(target, row, widths) for row in range(2)])
             error, limit = _difference(tree_RPV, path_RPV, exact)
             if error <= limit:
-                if target.masks.backend.name == ragged.VARLEN:  # which takes another way for chains
-                    error, limit = _difference(_in_a_draft(target, chain=True), path_RPV, exact)
-                return ProbeResult(_unlike(name, error) if error > limit else None, padding=padding, error=error)
+                return ProbeResult(padding=padding, error=error)
     except (MemoryError, torch.OutOfMemoryError):
         raise  # says nothing of the model
     except Exception as raised:

@@ -21,7 +21,7 @@ from visspec.models.attention.slot_layers import CACHE
 from visspec.models.decoder.target import HFDecoder, describe
 from visspec.models.drafting.structure import Chain, StructuredDrafter
 from visspec.models.runner.compiled import compiled_passes
-from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Request, Scores, State, Verdict
+from visspec.types import Draft, DrafterTraits, Outcome, Request, Scores, State, Verdict
 
 READS = 4096  # tokens; a long prompt would cost a small model as large a part of the time as it is of the target's size
 VOCABULARY_PADDING = 1024  # models of one family pad their vocabulary differently; the used ids are the same
@@ -115,7 +115,7 @@ class SmallModel(StructuredDrafter):
         memory: _SmallModelState = state.memory
         depth = self.levels(state, depth)
         logits_BV = self._catch_up(state, memory)
-        chain = Chain(state, self.stop)
+        chain = Chain(state)
         for level in range(depth):
             if level:
                 logits_BV = self._logits(memory, trees.empty_draft(chain.tokens[-1]))[:, -1]
@@ -146,7 +146,6 @@ class SmallModel(StructuredDrafter):
         return logits_BMV[torch.arange(len(behind), device=tokens.device), last]
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        self.learn(state, draft, outcome)
         state.memory.commit(outcome)
 
     def select(self, state: State, keep: list[int]) -> None:
@@ -167,7 +166,6 @@ class _SmallModelState:
 
     def __init__(self, own: State, state: State):
         self.own = own
-        self.limit = MAX_NODES  # levels of the next draft, see `shapes`
         self.drafted = 0  # drafted tokens that are in the small cache
         self.own.position = self.own.position + 1
         self.unread = [state.tokens[row][-1:] for row in state.rows]

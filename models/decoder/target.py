@@ -106,8 +106,6 @@ class HFDecoder(RunningTarget):
         self.probed = check and self.device.type != "meta"
         answer = probe.check(self) if check else probe.ProbeResult()
         self.padding, self.rounding = answer.padding, answer.error
-        if self.probed:
-            probe.check_prompt(self)
         self._pads: bool | None = None
         self.continues: dict[tuple, bool] = {}  # whether prompts of a kind can start from a kept one (`prefix`)
         hooked = "" if self.last_layer is None else "a drafter that reads its last layer"
@@ -309,7 +307,7 @@ class HFDecoder(RunningTarget):
         ids: Tensor,
         positions: Tensor,
         recorded: bool = False,
-        **more: Any,
+        **more: object,
     ) -> tuple[Any, dict[str, Any]]:
         """The output of `model`, and what its decoder was seen to take and give."""
         recorded = recorded or self.watched or self.head_states or self.last_layer is not None

@@ -97,7 +97,7 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
         }
 
     @classmethod
-    def for_model(cls, target: nn.Module | Family, *, seed: int = 0, **options: Any) -> DistilledDrafter:
+    def for_model(cls, target: nn.Module | Family, *, seed: int = 0, **options: object) -> DistilledDrafter:
         """An untrained drafter, which starts from layers of the target where they have its shape."""
         family = cls.subject(target)
         drafter = super().for_model(family, seed=seed, **options)

@@ -107,7 +107,7 @@ class NetworkDrafter(Generic[TargetT]):
         raise NotImplementedError
 
     @classmethod
-    def config_for(cls, target: TargetT, **options: Any) -> Any:
+    def config_for(cls, target: TargetT, **options: object) -> Any:
         """The configuration of a new network for a target. `options` are its fields."""
         known = {**cls.sizes(target), **cls.defaults(target, options)}
         return cls.head_class.config_class(**{**known, **options})
@@ -118,7 +118,7 @@ class NetworkDrafter(Generic[TargetT]):
         check_target(config, **cls.sizes(target))
 
     @classmethod
-    def for_model(cls, target: TargetT, *, seed: int = 0, **options: Any) -> Self:
+    def for_model(cls, target: TargetT, *, seed: int = 0, **options: object) -> Self:
         """An untrained drafter for a target. `options` are fields of the configuration."""
         target = cls.subject(target)
         torch.manual_seed(seed)
@@ -153,9 +153,9 @@ class NetworkDrafter(Generic[TargetT]):
         """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
         write(folder, self.head, provenance, dtype)
 
-    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, **options: Any) -> str:
-        """Upload what `save_pretrained` writes; options: `private` and `message`, of the commit. Returns the URL."""
-        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), **options)
+    def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, private: bool | None = None) -> str:
+        """Upload what `save_pretrained` writes. Returns the URL."""
+        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), private)
 
 
 def read_config(folder: str | Path, kind: type[Any]) -> Any:
@@ -211,7 +211,7 @@ def write_provenance(folder: str | Path, record: dict[str, Any]) -> None:
     (Path(folder) / PROVENANCE).write_text(json.dumps(record, indent=2, default=str) + "\n")
 
 
-def check_target(config: object, **found: Any) -> None:
+def check_target(config: object, **found: object) -> None:
     """Raises ValueError if the drafter was made for another target: `found` are fields of the configuration."""
     for key, value in found.items():
         if (wanted := getattr(config, key)) != value:

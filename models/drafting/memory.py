@@ -10,15 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visspec.cache import gather_rows, to_device
-from visspec.types import MAX_NODES, Draft, Outcome, Scores, Verdict
+from visspec.types import Draft, Outcome, Scores, Verdict
 
 
 class PendingInputs:
     """Base class of what drafters on the target's features keep of a request: elements that are not processed yet, in
     blocks of (tokens (B, T) or vectors, features (B, T, F), counts), counts[b] in row b, padded on the right.
     """
-
-    limit = MAX_NODES  # levels of the next draft, see `structure`
 
     def __init__(self) -> None:
         self.pending_inputs: list[tuple[Tensor, Tensor, list[int]]] = []

@@ -1,7 +1,7 @@
 """Static trees of drafts: a fixed shape, of which every node is a rank among the candidates of its parent.
 
 A shape is a tuple of paths of ranks: (0, 2) is the third candidate below the first one. `EAGLE` is a published shape,
-`spread` makes one of counts of nodes a depth (LANTERN++), `likeliest` one of measured acceptance (Sequoia).
+and `spread` makes one of counts of nodes a depth (LANTERN++).
 
 Children are the most likely tokens, or sampled without replacement: sorting the Gumbel-perturbed log-distribution gives
 samples without replacement, so one Gumbel vector per position gives all siblings of a node, and a sibling's
@@ -13,10 +13,9 @@ Shapes: B rows, N nodes, W frontier width, M nodes of a level, K children, V voc
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -58,36 +57,6 @@ class TreeLevel:
     rank: Tensor  # (M,) siblings before it
     children: int  # most children of a node of the frontier above
     open: Tensor  # (W,) the nodes that are the next frontier
-
-
-def likeliest(nodes: int, rates: Callable[[int], Iterable[tuple[float, int]]]) -> Paths:
-    """The shape of at most `nodes` nodes with the most expected accepted nodes: the sum over nodes of the product of
-    the rates on their paths (Sequoia, arXiv 2402.12374, equation 3).
-
-    rates(d): (rate, rank) of the children of a node of depth d: how often that child is accepted where the node is.
-    Products never grow along a path, so the `nodes` largest ones are closed under parents and the optimum, which is
-    that of Sequoia's dynamic programme; best first finds them.
-    """
-
-    def offer(above: float, path: tuple[int, ...], place: int) -> None:
-        children = ordered(len(path))
-        if place < len(children):
-            rate, rank = children[place]
-            heapq.heappush(heap, (-above * rate, (*path, rank), above, place))
-
-    @cache
-    def ordered(depth: int) -> list[tuple[float, int]]:
-        return sorted((pair for pair in rates(depth) if pair[0] > 0), key=lambda pair: (-pair[0], pair[1]))
-
-    heap: list[tuple[float, tuple[int, ...], float, int]] = []
-    found: list[tuple[int, ...]] = []
-    offer(1.0, (), 0)
-    while heap and len(found) < nodes:
-        share, path, above, place = heapq.heappop(heap)
-        found.append(path)
-        offer(above, path[:-1], place + 1)
-        offer(-share, path, 0)
-    return in_levels(found)
 
 
 def in_levels(paths: Iterable[tuple[int, ...]]) -> Paths:

@@ -35,8 +35,8 @@ class EagleConfig(DrafterConfig):
     fusion: how embedding and feature come together, see `eagle_head`. feature_layers: indices into the target's
     hidden_states (-1: last, after the final norm; target_layers + 1: before it; with fusion "cross" one before the last
     is a target of training alone).
-    draft_vocab: ids that the network's own head predicts; 0: the target's head decodes. head_rank: of that head, as the
-    product of two matrices (SlimSpec); 0: one matrix. rope_scaling: one of `ROPE_SCALINGS` with its factors by name.
+    draft_vocab: ids that the network's own head predicts; 0: the target's head decodes. rope_scaling: one of
+    `ROPE_SCALINGS` with its factors by name.
     partial_rotary_factor: share of a head's channels that are rotated, the first ones. mrope_section: rotary channels
     per position row if the drafter's positions are M-RoPE's, else (). positions: "target"; "index", the number of the
     slot in the prompt, as ViSpec and MSD count; "grid", row and column of the predicted code (LANTERN). block: tokens
@@ -56,7 +56,6 @@ class EagleConfig(DrafterConfig):
     fusion: str = "sum"
     feature_layers: tuple[int, ...] = (-1,)
     draft_vocab: int = 0
-    head_rank: int = 0
     images: str = "slots"
     image_latents: int = 0
     image_ids: tuple[int, ...] = ()
@@ -86,7 +85,6 @@ class EagleConfig(DrafterConfig):
         super().__post_init__()
         check_whole("levels", self.levels, 1, MAX_NODES - 1)
         check_whole("block", self.block, 1, MAX_NODES - 1)
-        check_whole("head_rank", self.head_rank, 0, self.hidden)
         check_whole("ahead", self.ahead, 0, 1)
         for name, known in CHOICES.items():
             if getattr(self, name) not in known:
@@ -100,7 +98,6 @@ class EagleConfig(DrafterConfig):
         ignored = {
             "images": self.fusion != "sum" and self.images in (*COMPRESSED, "embeddings"),
             "image_latents": (self.images in COMPRESSED) != (self.image_latents > 0),
-            "head_rank": self.head_rank and not self.draft_vocab,
             "feature_layers": states is not None and (layers[-1] != -1 or len(layers) > states),
             "mrope_section": self.mrope_section and sum(self.mrope_section) != self.rotated // 2,
             **{name: getattr(self, name) and self.fusion not in fusions for name, fusions in OF_FUSIONS.items()},

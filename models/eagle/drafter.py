@@ -26,7 +26,7 @@ from visspec.models.eagle import export
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import COMPRESSED, EagleConfig
 from visspec.models.eagle.feature_drafting import FeatureDrafting
-from visspec.models.eagle.head import EagleHead, LowRank
+from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.layer import FeatureMemory, head_logits, stored_rows
 from visspec.models.eagle.levels import CompiledDrafter, GraphedDrafter, ahead
 from visspec.types import Draft, Scores, State, TrainingBatch
@@ -94,13 +94,13 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         }
 
     @classmethod
-    def config_for(cls, target: PreTrainedModel, **options: Any) -> EagleConfig:
+    def config_for(cls, target: PreTrainedModel, **options: object) -> EagleConfig:
         if not content_ids(target.config) or options.get("image_latents") == 0:  # a decoder of text, or as good as one
             options |= {"images": "blind" if options.get("images") == "blind" else "none", "image_latents": 0}
         return super().config_for(target, **options)
 
     @classmethod
-    def for_model(cls, target: PreTrainedModel, *, seed: int = 0, **options: Any) -> Self:
+    def for_model(cls, target: PreTrainedModel, *, seed: int = 0, **options: object) -> Self:
         """As that of the base class. A head of its own starts as the target's rows of the first ids; `keep` of the
         network chooses others.
         """
@@ -129,8 +129,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
             self.head.keep(ids)
         weight = self.lm_head.weight
         if isinstance(weight, Tensor) and weight.is_floating_point() and weight.shape[1] == self.config.hidden:
-            own, rows_Dd = self.head.lm_head, weight[ids.to(weight.device)].to(self.trained.device)
-            own.approximate(rows_Dd) if isinstance(own, LowRank) else own.weight.copy_(rows_Dd)
+            self.head.lm_head.weight.copy_(weight[ids.to(weight.device)])
         self.refresh()
 
     def _like(self, target: PreTrainedModel) -> Tensor:
@@ -178,7 +177,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
 
     def _chains(self) -> bool:
         """Whether it drafts chains, a level a call of the network."""
-        return self.width == 1 and self.stop is None and self.config.block == 1
+        return self.width == 1 and self.config.block == 1
 
     def refresh(self) -> None:
         super().refresh()
@@ -198,7 +197,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         if self.config.block > 1:
             return self._propose_blocks(state, depth)
         calls = self.passes or self.recorder
-        if calls is None or self.stop is not None:
+        if calls is None:
             return super().propose(state, depth)
         memory: FeatureMemory = state.memory
         more = ahead(memory, depth)
@@ -276,7 +275,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         ahead_BKd = spread(self._catch_up(memory, depth))
         if self.structure(state).width > 1:
             return self.block_tree(state, self._logits(ahead_BKd[:, :depth]))
-        chain = Chain(state, self.stop)
+        chain = Chain(state)
         while True:
             chain.extend(self._logits(ahead_BKd[:, : depth - len(chain.tokens)]))
             if len(chain.tokens) == depth:

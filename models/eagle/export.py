@@ -53,7 +53,6 @@ def check_form(config: EagleConfig, form: str) -> None:
         ("qk_norm", config.qk_norm, (True, False) if form == "speculators" else (False,)),
         ("norm_before_residual", config.norm_before_residual, (True, False) if form == "speculators" else (False,)),
         ("draft_vocab", config.draft_vocab > 0, (form != "eagle",)),
-        ("head_rank", config.head_rank, (0,)),
         ("block", config.block, (1,)),
         ("norm_output", config.norm_output, (False,) if form == "eagle" else (True, False)),
         ("norm_input", config.norm_input, (False,)),

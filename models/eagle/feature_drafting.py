@@ -190,12 +190,11 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
 
     def chain(self, state: State, depth: int) -> Any:
         """A builder of chains: `Chain`, or one with its methods."""
-        return Chain(state, self.stop)
+        return Chain(state)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Store the target's features of the accepted nodes for the next proposal."""
         assert scores.features is not None
-        self.learn(state, draft, outcome)
         if draft.tree.chain and len(outcome.path) == 1:
             width = len(outcome.path[0])
             counts, features = [width], scores.features[:, :width]

@@ -168,25 +168,6 @@ class SemiAutoregressiveHead(nn.Module):
         return x[..., None, :] + self.up(F.silu(self.down(x))).unflatten(-1, (self.block, -1))
 
 
-class LowRank(nn.Module):
-    """A head over a vocabulary as the product of two matrices: (..., d) -> (..., D)."""
-
-    def __init__(self, hidden: int, rank: int, vocab: int):
-        super().__init__()
-        self.down, self.up = nn.Linear(hidden, rank, bias=False), nn.Linear(rank, vocab, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.up(self.down(x))
-
-    @torch.no_grad()
-    def approximate(self, weight_Dd: Tensor) -> None:
-        """Become the closest such head, by squares: projections on the leading eigenvectors of its Gram matrix."""
-        wide = weight_Dd.double()
-        basis_dr = torch.linalg.eigh(wide.T @ wide).eigenvectors[:, -self.down.out_features :]
-        self.down.weight.copy_(basis_dr.T)
-        self.up.weight.copy_(wide @ basis_dr)
-
-
 class EagleHead(nn.Module):
     """Weights of a drafter. The ids of its own head are `d2t` + their index."""
 
@@ -218,8 +199,7 @@ class EagleHead(nn.Module):
                     for weight in (self.layer.self_attn.o_proj.weight, self.layer.mlp.down_proj.weight):
                         weight.mul_(0.3)
         if config.draft_vocab:
-            count, rank = config.draft_vocab, config.head_rank
-            self.lm_head = LowRank(d, rank, count) if rank else nn.Linear(d, count, bias=False)
+            self.lm_head = nn.Linear(d, config.draft_vocab, bias=False)
             if config.draft_vocab < config.vocab:
                 self.register_buffer("d2t", torch.zeros(config.draft_vocab, dtype=torch.long))
                 self.register_buffer("t2d", torch.arange(config.vocab) < config.draft_vocab)

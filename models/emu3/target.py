@@ -69,7 +69,7 @@ class Emu3(Family):
         ids, attention = batch["input_ids"], batch["attention_mask"].bool()
         return self.from_ids(ids[:count], attention[:count], layout, ids[count:], attention[count:])
 
-    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
+    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: object) -> Tensor:
         given = self._tokenize(texts, layout)
         guidance: dict[str, Any] = {"guidance_scale": sampling.guidance}
         if sampling.guidance != 1.0:

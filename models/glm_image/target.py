@@ -65,7 +65,7 @@ class GlmImage(Family):
     def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> EncodedPrompt:
         return self.from_inputs(self._tokenize(texts, layout or self.layout()))
 
-    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
+    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: object) -> Tensor:
         return generate_codes(self.model, self.vocabulary, self._tokenize(texts, layout), layout, sampling, **options)
 
     def _tokenize(self, texts: list[str], layout: ImageLayout) -> dict[str, Tensor]:

@@ -225,7 +225,7 @@ class Family:
         """`pixels` of images that were drawn from these texts with these seeds, which some decoders read."""
         return self.pixels(tokens, layout)
 
-    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
+    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: object) -> Tensor:
         """(B, T) loop ids from the model's own `generate`, with torch's global generator: the baseline of benchmarks.
         `options` are generate's. Raises NotImplementedError if transformers' class can't generate images.
         """
@@ -309,7 +309,7 @@ def generate_codes(
     given: dict[str, Tensor],
     layout: ImageLayout,
     sampling: Sampling,
-    **options: Any,
+    **options: object,
 ) -> Tensor:
     """(B, T) loop ids that a text model's own `generate` draws in a layout; `given` are its inputs."""
     length, last = given["input_ids"].shape[1], layout.positions - 1

@@ -45,7 +45,7 @@ class T5Features:
             part.save_pretrained(Path(folder) / FOLDER)
 
     @classmethod
-    def from_pretrained(cls, where: str | Path, **options: Any) -> Self:
+    def from_pretrained(cls, where: str | Path, **options: object) -> Self:
         """Of a folder or a hub id, safetensors only. options: of the encoder's `from_pretrained`."""
         encoder = AutoModelForTextEncoding.from_pretrained(where, use_safetensors=True, **options)
         return cls(AutoTokenizer.from_pretrained(where), encoder.eval())

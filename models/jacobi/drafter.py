@@ -9,7 +9,7 @@ ICLR 2025). `redraw` is the dependence of the new draft on the old one:
                  coupling of the two distributions (speculative coupled decoding, 2025)
     independent  sampled independently (the published SJD)
 
-`start` initialises positions without a distribution: a "random" code, or that of the "left" or "above" neighbour.
+`start` initialises positions without a distribution: a "random" code, or that of the "left" neighbour.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 from torch import Tensor
 
 from visspec import tree as trees
-from visspec.cache import gather_rows, to_device
+from visspec.cache import gather_rows
 from visspec.distributions import Categorical, categorical, draw, residual
 from visspec.grammar import fixed_ids
 from visspec.sampling import BufferedNoise, Gumbel, Uniform, warp
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 REDRAWS = ("gumbel", "maximal", "independent")
-STARTS = ("random", "left", "above")
+STARTS = ("random", "left")
 NARROWEST = 4  # minimum window, for any number of rows
-UNKNOWN = -1
+NODES = 64  # maximum number of positions over all rows of a pass
 LEAST = -100.0  # of a logarithm that is multiplied: top-k and top-p of the two may have no token in common
 
 
@@ -54,22 +54,21 @@ class Window:
 class Jacobi(Drafter):
     """Windows of `window` positions. redraw "auto" is gumbel for rules that use the position's noise, else maximal.
 
-    nodes: maximum number of positions over all rows of a pass; windows are narrowed for it, down to 4, but only with
-    rules that use the position's noise, so that tokens don't depend on it.
+    Where rows are many, windows are narrowed, down to 4, so that a pass is over `NODES` positions, but only with rules
+    that use the position's noise, so that tokens don't depend on it.
 
     Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS. The redraws maximal and independent are
     not supported with rules without their own random numbers (`exact`).
     """
 
-    def __init__(self, window: int = 16, redraw: str = "auto", start: str = "left", nodes: int = 64):
-        for name, count in (("window", window), ("nodes", nodes)):
-            if count < 1:
-                raise ValueError(f"{name}: got {count}, expected at least 1")
+    def __init__(self, window: int = 16, redraw: str = "auto", start: str = "left"):
+        if window < 1:
+            raise ValueError(f"window: got {window}, expected at least 1")
         if redraw not in ("auto", *REDRAWS):
             raise ValueError(f"redraw: got {redraw!r}, expected one of auto, {', '.join(REDRAWS)}")
         if start not in STARTS:
             raise ValueError(f"start: got {start!r}, expected one of {', '.join(STARTS)}")
-        self.window, self.redraw, self.begin, self.nodes = window, redraw, start, nodes
+        self.window, self.redraw, self.begin = window, redraw, start
         samples = redraw in ("maximal", "independent")
         self.traits = DrafterTraits(levels=window, samples=samples, adaptive_depth=False, own_noise=True)
 
@@ -80,7 +79,7 @@ class Jacobi(Drafter):
         """The window before the first draft."""
         rows, vocab = len(state.rows), scores.distribution.width
         window = Window(state.pending.new_zeros(rows, 0), None, None)
-        width = min(self.window, max(NARROWEST, self.nodes // max(rows, 1)))
+        width = min(self.window, max(NARROWEST, NODES // max(rows, 1)))
         if state.noise is not None and state.noise.samples:
             generators = state.noise.child_generators()
             coupled = self.redraw == "gumbel"
@@ -165,9 +164,6 @@ class Jacobi(Drafter):
             with_pending = torch.cat([state.pending[:, None], tokens_BW], dim=1)
             newest_B = known_B if state.request.fixed is None else self._last_code(state, known_B, width)
             begun_BW = with_pending.gather(1, newest_B[:, None]).expand(rows, width)
-            if self.begin == "above":
-                above_BW = self._above(state, width)
-                begun_BW = torch.where(above_BW == UNKNOWN, begun_BW, above_BW)
         tokens_BW = torch.where(fresh_BW, begun_BW, tokens_BW)
         if q_BWV is not None:
             if missing:
@@ -196,18 +192,6 @@ class Jacobi(Drafter):
         u_BW2 = window.noise.window(width)
         window.noise.advance([width] * u_BW2.shape[0])
         return (u_BW2[..., 0] * vocab).long().clamp(max=vocab - 1)
-
-    def _above(self, state: State, width: int) -> Tensor:
-        """The code one image row above each entry, or UNKNOWN: (B, W)."""
-        if state.request.grid is None:
-            raise ValueError("start: got 'above' for output without a grid, expected 'left' or 'random'")
-        stride = state.request.stride
-        found = []
-        for row in state.rows:
-            known = state.tokens[row]
-            wanted = range(len(known) - stride, len(known) - stride + width)
-            found.append([known[t] if 0 <= t < len(known) else UNKNOWN for t in wanted])
-        return to_device(found, state.pending.device)
 
 
 class Front:

@@ -25,7 +25,7 @@ class Janus(ChatPromptFamily):
         self.mlp_head = inner.generation_head.proj_out, inner.generation_head.vision_head
         self.codebook = F.normalize(inner.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
 
-    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: Any) -> Tensor:
+    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: object) -> Tensor:
         scale, own, given = sampling.guidance, generate_options(sampling), self._tokenize(texts)
         room = {"config": self.decoder.config, "max_cache_len": given["input_ids"].shape[1] + layout.positions}
         static = options.pop("cache_implementation", "static") == "static"  # which 5.17's `generate` fails to make

@@ -106,11 +106,11 @@ class MergedDrafter(Drafter):
             self._with(name, getattr(self, name).join, state, other, take)
         other.memory = both
 
-    def _each(self, state: State, method: str, *arguments: Any) -> None:
+    def _each(self, state: State, method: str, *arguments: object) -> None:
         for name in ("trained", "copies"):
             self._with(name, getattr(getattr(self, name), method), state, *arguments)
 
-    def _with(self, name: str, call: Callable[..., Any], state: State, *arguments: Any) -> Any:
+    def _with(self, name: str, call: Callable[..., Any], state: State, *arguments: object) -> Any:
         """The result of a call of one of the drafters, which finds its own memory in `state.memory`."""
         both = state.memory
         state.memory = getattr(both, name)

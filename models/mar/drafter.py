@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from visspec import tree as trees
 from visspec.distributions import Denoising, Trajectory
-from visspec.models.mar.model import load
+from visspec.models.mar.model import MARImageModel, load
 from visspec.models.mar.target import DrawnVectors, MARImages, MARTarget
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 
 class SmallMAR(Drafter):
-    """small: the drafter's network, with the steps and the scale of guidance of the target's. wait: number of tokens of
-    an image that are not drafted (token pre-filling of CSpD), when drafts are rarely accepted.
-    """
+    """small: the drafter's network, with the steps and the scale of guidance of the target's."""
 
     traits = DrafterTraits(levels=4, samples=True, distribution=Denoising)
 
-    def __init__(self, small: MARImages, wait: int = 0):
-        if wait < 0:
-            raise ValueError(f"wait: got {wait}, expected a number of tokens of at least 0")
-        self.small, self.wait = MARTarget(small), wait
+    def __init__(self, small: MARImages):
+        self.small = MARTarget(small)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, target: Any, **options: Any) -> SmallMAR:
-        """Load a checkpoint folder, strictly; `options` as in the constructor. target: a model, for its device."""
-        return cls(MARImages(load(folder).to(target.device)), **options)
+    def from_pretrained(cls, folder: str | Path, target: MARImageModel) -> SmallMAR:
+        """Load a checkpoint folder, strictly. target: a model, for its device."""
+        return cls(MARImages(load(folder).to(target.device)))
 
     def attach(self, target: MARImages) -> None:
         """Raises ValueError unless the network's images have the tokens and steps of the drafter's."""
@@ -48,7 +43,7 @@ class SmallMAR(Drafter):
         known: DrawnVectors = state.memory
         counts = [len(state.tokens[row]) for row in state.rows]
         depth = min(depth, self.small.model.config.tokens - min(counts))
-        if depth < 1 or max(counts) <= self.wait:
+        if depth < 1:
             return trees.empty_draft(state.pending)
         values, paths, tokens = [], [], self.small.model.config.tokens
         number_B1 = state.position[:, None]

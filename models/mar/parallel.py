@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from visspec.distributions import Denoising
@@ -31,7 +29,7 @@ class ParallelMAR(Order):
 
     @torch.inference_mode()
     def decode(
-        self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: Any
+        self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: object
     ) -> State:
         """Decode a batch. Raises ValueError, before any pass, for a target that is no MAR or too many iterations."""
         if not isinstance(target, MARTarget):

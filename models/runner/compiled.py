@@ -197,7 +197,7 @@ def stepwise(model: nn.Module, decoder: nn.Module) -> Any:
     """
     steps = torch.compile(decoder.forward, backend=BACKEND)
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: Any) -> Any:
         widths = [part.shape[1] for part in map(kwargs.get, ("input_ids", "inputs_embeds")) if part is not None]
         return (steps if widths == [1] else decoder.forward)(*args, **kwargs)
 

@@ -208,7 +208,7 @@ def unfit(model: PreTrainedModel, decoder: nn.Module, attention: str, states: bo
 
 
 def graphed_forward(
-    asked: bool | None, model: PreTrainedModel, decoder: nn.Module, masks: Masks, text: Any, states: bool = False
+    asked: bool | None, model: PreTrainedModel, decoder: nn.Module, masks: Masks, text: object, states: bool = False
 ) -> GraphedForward | None:
     """`GraphedForward` passes of a model whose configuration of text is `text`; None where they can't be, which a
     warning says if it was asked for.

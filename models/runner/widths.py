@@ -149,7 +149,9 @@ class FixedSums(TorchFunctionMode):
         super().__init__()
         self._found: dict[Hashable, PassWidths] = {}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is F.linear:
             func = self._linear
         elif func is F.scaled_dot_product_attention:

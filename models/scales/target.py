@@ -156,7 +156,7 @@ class ScaleImages(Family):
             raise ValueError(f"height, width: got {found}, expected {wanted[0]} x {wanted[1]}, the size of the scales")
         return ScaleLayout((rows, columns), torch.full((len(self.scales),), FREE), total=sum(self.sizes))
 
-    def check(self, prompt: Any, layout: ImageLayout, guidance: float) -> None:
+    def check(self, prompt: object, layout: ImageLayout, guidance: float) -> None:
         """Nothing depends on the length of prompts."""
 
     def guidance(self, guidance: float, scale: int) -> float:

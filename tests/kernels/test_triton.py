@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from visspec.kernels import accept, attention, commit, displacement, groups, growth, neighbours, warp
+from visspec.kernels import accept, attention, commit, groups, growth, neighbours, warp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SEEDS = range(2)
@@ -67,20 +67,17 @@ def test_accept_tree_random_cases(seeds):
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
 @pytest.mark.parametrize("kind", [{"relaxed": True}, {"near": "delta"}, {"near": "lam"}], ids=str)
-def test_accept_tree_with_its_displacement(kind, drawn):
-    """From log-laws to both meters: the launch tells the gain of each accepted node, torch steps do the rest."""
-    g, moved = torch.Generator().manual_seed(0), 0
-    space = displacement.coordinates(torch.randn(20, 3, generator=g))  # three ids are grammar
+def test_accept_tree_from_log_distributions(kind, drawn):
+    g, drift = torch.Generator().manual_seed(0), 0
     for seed in SEEDS:
         case = accept.random_case(seed, rows=6, nodes=8, vocabulary=23, drawn=drawn, **kind)
         case["uniforms"] *= 0.5  # long paths
         case["p"] = torch.randn(case["p"].shape, generator=g) * 2.0
-        found = accept.accept_tree_device(*tree_arguments(to_device(case)), space.to(DEVICE), True)
-        wanted = accept.accept_tree_host(*tree_arguments(case), space, True)
+        found = accept.accept_tree_device(*tree_arguments(to_device(case)), True)
+        wanted = accept.accept_tree_host(*tree_arguments(case), True)
         assert_same_decisions(found, wanted)
-        assert torch.allclose(found[4].cpu(), wanted[4], atol=1e-4)
-        moved += int((wanted[4] > 1e-2).sum())
-    assert moved > 3
+        drift += int((wanted[3] > 1e-2).sum())
+    assert drift > 3
 
 
 @pytest.mark.parametrize("kind", [{}, {"drawn": True}, {"near": "delta"}], ids=str)

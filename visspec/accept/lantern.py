@@ -13,6 +13,7 @@ this adds nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from visspec.accept import codebook
 from visspec.accept.exact import deepest
 from visspec.accept.rejection import Rejection, draft_probabilities
 from visspec.distributions import categorical
-from visspec.kernels import displacement
 from visspec.tree import above, roots
 from visspec.types import Capabilities, Draft, RuleTraits, Scores, Verdict
 
@@ -50,7 +50,6 @@ class Lantern(Rejection):
 
     def bind(self, capabilities: Capabilities) -> None:
         codes = codebook.require_codebook(capabilities, type(self).__name__, self.k)
-        super().bind(capabilities)
         self.table_Vk = codebook.neighbours(codes, self.k, capabilities.vocab)
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
@@ -84,10 +83,7 @@ class Lantern(Rejection):
         verdict = deepest(draft.tree, kept_BN, best_BN)
         on_BD, path_BD = verdict.path > 0, verdict.path.clamp(min=0)
         x_BD, y_BD = draft.value.gather(1, path_BD), wanted_BN.gather(1, path_BD)
-        moved_BD = on_BD & (x_BD != y_BD)
-        assert self.codes is not None
-        far_B = (displacement.between(x_BD, y_BD, self.codes) * moved_BD).sum(1)
-        return Verdict(verdict.path, verdict.length, verdict.next, moved_BD.sum(1).float(), far_B)
+        return replace(verdict, drift=(on_BD & (x_BD != y_BD)).sum(1).float())
 
 
 class LanternPlus(Lantern):

@@ -6,8 +6,8 @@ after the first rejected one in raster order; that region is generated again by 
 (`visspec.loop.orders.RejectedRegions`). No random numbers and no distribution q are used.
 
 The distribution of an accepted code is a point mass, at total variation 1 - p(x) from p. The drift is the sum of that
-over the accepted codes, the displacement the sum of E ||e(x) - e(y)||, y ~ p. Both are measured under the distribution
-of the verification pass, with the draft as context; `out_of_order.audit` measures under the finished image's.
+over the accepted codes, under the distribution of the verification pass, with the draft as context;
+`out_of_order.audit` measures it under the finished image's.
 
 In raster order the rule accepts the prefix of a draft up to the first rejected node (as in the paper).
 B rows, N places or nodes, V vocabulary, R and C rows and columns of an image, k neighbours.
@@ -16,6 +16,7 @@ B rows, N places or nodes, V vocabulary, R and C rows and columns of an image, k
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,58 +34,53 @@ from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, V
 class Local(Acceptance[Gumbel]):
     """tau: required pooled probability; k: number of codes pooled; radius: dilation of rejections.
 
-    rows: image rows verified per pass, None for all. window: how far the row above must be ahead when an island is
-    generated (ZipAR, ICML 2025); None for raster order. tau above 1 rejects everything, 0 nothing.
+    window: how far the row above must be ahead when an island is generated (ZipAR, ICML 2025); None for raster order.
+    tau above 1 rejects everything, 0 nothing.
     """
 
     traits = RuleTraits(whole_images=True)
 
-    def __init__(
-        self, tau: float = 0.05, radius: int = 1, k: int = 8, rows: int | None = None, window: int | None = None
-    ):
+    def __init__(self, tau: float = 0.05, radius: int = 1, k: int = 8, window: int | None = None):
         if not tau >= 0:
             raise ValueError(f"tau: got {tau}, expected a probability of at least 0 (above 1 rejects everything)")
-        for name, value, least in (("radius", radius, 0), ("k", k, 1), ("rows", rows, 1), ("window", window, 1)):
+        for name, value, least in (("radius", radius, 0), ("k", k, 1), ("window", window, 1)):
             if value is not None and value < least:
                 raise ValueError(f"{name}: got {value}, expected a number of at least {least}")
-        self.tau, self.radius, self.k, self.rows, self.window = tau, radius, k, rows, window
-        self.codes: Tensor | None = None
+        self.tau, self.radius, self.k, self.window = tau, radius, k, window
+        self.codes = 0  # of the codebook; ids from there on are grammar
         self.near_Vk: Tensor | None = None
 
     def bind(self, capabilities: Capabilities) -> None:
-        self.codes = codebook.require_codebook(capabilities, "Local", self.k, itself=True).float()
-        ids_V1 = torch.arange(capabilities.vocab, device=self.codes.device)[:, None]
-        near_Vk = codebook.neighbours(self.codes, self.k - 1, capabilities.vocab) if self.k > 1 else ids_V1[:, :0]
-        self.near_Vk = torch.cat([ids_V1, near_Vk.long()], dim=1)
+        codes = codebook.require_codebook(capabilities, "Local", self.k, itself=True)
+        ids_V1 = torch.arange(capabilities.vocab, device=codes.device)[:, None]
+        near_Vk = codebook.neighbours(codes, self.k - 1, capabilities.vocab) if self.k > 1 else ids_V1[:, :0]
+        self.codes, self.near_Vk = len(codes), torch.cat([ids_V1, near_Vk.long()], dim=1)
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Gumbel:
         return Gumbel(generators, width)
 
     def within_tolerance(self, p_BNV: Tensor, x_BN: Tensor) -> Tensor:
         """(B, N) whether codes x are accepted under the distributions of their positions; never grammar ids."""
-        assert self.near_Vk is not None and self.codes is not None  # of `bind`
+        assert self.near_Vk is not None  # of `bind`
         pooled_BN = p_BNV.gather(2, self.near_Vk[x_BN]).sum(-1)
-        return (pooled_BN >= self.tau) & (x_BN < len(self.codes))
+        return (pooled_BN >= self.tau) & (x_BN < self.codes)
 
     def again(self, p_BNV: Tensor, x_BN: Tensor, real_BN: Tensor, columns: int) -> Tensor:
         """(B, N) places of whole image rows, in raster order, that must be generated again."""
         rejected_BRC = ~(self.within_tolerance(p_BNV, x_BN) & real_BN).unflatten(1, (-1, columns))
         return spread(rejected_BRC, self.radius).flatten(1)
 
-    def cost(self, p_BNV: Tensor, x_BN: Tensor, stays_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """Drift and displacement (B,) of accepting the marked codes x."""
-        assert self.codes is not None
+    def drift(self, p_BNV: Tensor, x_BN: Tensor, stays_BN: Tensor) -> Tensor:
+        """Drift (B,) of accepting the marked codes x."""
         here_BN = p_BNV.gather(2, x_BN[..., None])[..., 0]
-        last = len(self.codes) - 1
-        far_BN = (p_BNV[..., : last + 1] * torch.cdist(self.codes[x_BN.clamp(max=last)], self.codes)).sum(-1)
-        return ((1 - here_BN) * stays_BN).sum(1), (far_BN * stays_BN).sum(1)
+        return ((1 - here_BN) * stays_BN).sum(1)
 
     def __call__(self, draft: Draft, scores: Scores, noise: Gumbel | None) -> Verdict:
         tree, x_BN, distribution = draft.tree, draft.value, categorical(scores.distribution)
         chosen_BN = sampling.choose(distribution, tree.depth, noise, draft.levels)
         above_BN = above(tree).expand_as(x_BN)
         p_BNV = distribution.p.gather(1, above_BN[..., None].expand(-1, -1, distribution.width))
-        certain_BN = x_BN >= len(self.codes if self.codes is not None else ())
+        certain_BN = x_BN >= self.codes
         kept_BN = self.within_tolerance(p_BNV, x_BN) | (certain_BN & (x_BN == chosen_BN.gather(1, above_BN)))
         if draft.real is not None:
             kept_BN = kept_BN & draft.real
@@ -95,8 +91,7 @@ class Local(Acceptance[Gumbel]):
         law_BDV = p_BNV.gather(1, node_BD[..., None].expand(-1, -1, p_BNV.shape[-1]))
         law_BDV = sampled_distributions(law_BDV, noise is None)
         stays_BD = (verdict.path > 0) & ~certain_BN.gather(1, node_BD)
-        drift_B, far_B = self.cost(law_BDV, x_BN.gather(1, node_BD), stays_BD)
-        return Verdict(verdict.path, verdict.length, verdict.next, drift_B, far_B)
+        return replace(verdict, drift=self.drift(law_BDV, x_BN.gather(1, node_BD), stays_BD))
 
 
 def sampled_distributions(p_BNV: Tensor, greedy: bool) -> Tensor:

@@ -23,23 +23,15 @@ from torch import Tensor
 from visspec import kernels
 from visspec.accept.exact import Exact
 from visspec.distributions import categorical
-from visspec.kernels import displacement
 from visspec.sampling import AcceptanceNoise
 from visspec.tree import above, branch
-from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
+from visspec.types import Acceptance, Draft, RuleTraits, Scores, Verdict
 
 
 class Rejection(Acceptance[AcceptanceNoise]):
     """Exact rejection sampling. Subclasses relax it by adding probability mass to a drafted token (`mass`)."""
 
     traits = RuleTraits("exact", judges_draws=True)
-    codes: Tensor | None = None  # (K, E): if set, a relaxed rule measures the displacement
-    space: Tensor | None = None  # the codebook as a table for `kernels.displacement`
-
-    def bind(self, capabilities: Capabilities) -> None:
-        if self.relaxed and capabilities.codebook is not None:
-            self.codes = capabilities.codebook.detach().float()
-            self.space = displacement.coordinates(self.codes)
 
     @property
     def relaxed(self) -> bool:
@@ -76,8 +68,7 @@ class Rejection(Acceptance[AcceptanceNoise]):
         """The verdict under distributions p, or with `logs` (a lazy rule) under the softmax of p."""
         tree = draft.tree
         own = self.relaxation(draft, p_BNV) if tree.size > 1 else {}
-        metered = self.relaxed and self.space is not None and tree.size > 1
-        path, length, following, drift, *displaced = kernels.accept_tree(
+        path, length, following, drift = kernels.accept_tree(
             draft.value,
             tree.parent.expand_as(draft.value) if draft.real is None else torch.where(draft.real, tree.parent, -1),
             p_BNV,
@@ -86,11 +77,10 @@ class Rejection(Acceptance[AcceptanceNoise]):
             draw_B,
             depth=draft.levels,
             branch=branch(tree),
-            space=self.space if metered else None,
             scores=logs,
             **own,
         )
-        return Verdict(path, length, following, drift if self.relaxed else None, *displaced)
+        return Verdict(path, length, following, drift if self.relaxed else None)
 
 
 def draft_probabilities(draft: Draft, p_BNV: Tensor) -> Tensor:

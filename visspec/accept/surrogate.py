@@ -13,8 +13,7 @@ All in log space; where no candidate is of the residual, the first is taken.
 
 drift: number of tested nodes whose value is not the one that the same random numbers give with Sigma = 1, residual
 included. A node's expected count is the probability that a coupling of its distribution with the target's differs, so
-the expected sum is an upper bound of the total variation of the output. displacement: distance between the result and
-the target's own end of the same noise, an upper bound of the Wasserstein distance of a node's two distributions.
+the expected sum is an upper bound of the total variation of the output.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class Surrogate(Acceptance[Normals]):
         if drafted is None:
             own = distribution.value(numbers.start, numbers.steps)
             nothing = torch.zeros_like(own[:, 0], dtype=torch.bool)
-            return self.verdict(draft, own, nothing, nothing, nothing)
+            return self.verdict(draft, own, nothing, nothing)
         there, y = drafted.there, drafted.points[:, -1]
         shared = (drafted.points[:, 1:] - drafted.mean) * (-drafted.log_sigma).exp()
         path = distribution.sample(
@@ -77,11 +76,10 @@ class Surrogate(Acceptance[Normals]):
         same, index = select_candidate(uniform <= ratio, chances <= ratios)  # with Sigma = 1
         drift = (ends != torch.where(same[:, None], y, candidate(draws, index))).any(dim=1) & there
         ends = torch.where(there[:, None], ends, own)
-        return self.verdict(draft, ends, kept & there, drift, (ends - own).norm(dim=1) * there)
+        return self.verdict(draft, ends, kept & there, drift)
 
-    def verdict(self, draft: Draft, ends: Tensor, accepted: Tensor, drift: Tensor, moved: Tensor) -> Verdict:
+    def verdict(self, draft: Draft, ends: Tensor, accepted: Tensor, drift: Tensor) -> Verdict:
         """The verdict for M = B N tested nodes: their values, and which of them are the drafted ones."""
         found = accepted_path(draft, ends, accepted)
         tested = torch.arange(draft.tree.size, device=ends.device) < found.length[:, None]
-        drift, moved = (part.float().view(tested.shape) * tested for part in (drift, moved))
-        return replace(found, drift=drift.sum(dim=1), displacement=moved.sum(dim=1))
+        return replace(found, drift=(drift.float().view(tested.shape) * tested).sum(dim=1))

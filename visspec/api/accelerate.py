@@ -174,9 +174,9 @@ class Accelerated:
             parts["drafter"] = "auto"  # which takes the same drafter again
         saving.save(folder, {"model": self.model, **words, **parts, "order": None, "parts": {}}, **options)
 
-    def push_to_hub(self, repo_id: str, private: bool | None = None, message: str | None = None) -> str:
+    def push_to_hub(self, repo_id: str, private: bool | None = None) -> str:
         """Upload what `save_pretrained` writes. Returns the URL."""
-        return hub.push(repo_id, self.save_pretrained, private, message)
+        return hub.push(repo_id, self.save_pretrained, private)
 
     @property
     def setup(self) -> DecodingSetup[HFDecoder]:
@@ -383,17 +383,6 @@ class Speculative:
         assert call.result is not None
         self.last_stats = call.result[1]
         return output
-
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write `custom_generate/`, transformers' layout of a repository with a decoding method, beside what is there:
-        `model.generate(..., custom_generate=FOLDER, trust_remote_code=True)`, where `drafter=` and `acceptance=` win
-        over this hook's. Raises ValueError unless drafter and rule are names, and for other options.
-        """
-        saving.write_method(folder, {"drafter": self.drafter, "acceptance": "exact", **self.options})
-
-    def push_to_hub(self, repo_id: str, private: bool | None = None, message: str | None = None) -> str:
-        """Upload what `save_pretrained` writes. Returns the URL."""
-        return hub.push(repo_id, self.save_pretrained, private, message)
 
 
 def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:

@@ -38,7 +38,7 @@ class Strict(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def drop_empty(cls, given: Any) -> Any:
+    def drop_empty(cls, given: object) -> object:
         if not isinstance(given, dict):
             return given
         return {name: value for name, value in given.items() if name == "model" or value not in (None, [], {})}
@@ -93,9 +93,9 @@ class Body(Strict):
 
     temperature: float | None = Field(None, ge=0, le=100)
     seed: int | None = Field(None, ge=0, le=2**62)  # rows and images count up from it
-    user: Any = None  # no effect on an answer, as the next two
-    metadata: Any = None
-    store: Any = None
+    user: object = None  # no effect on an answer, as the next two
+    metadata: object = None
+    store: object = None
 
 
 Stop = Annotated[str, Field(min_length=1)]

@@ -69,12 +69,7 @@ def of_preset(name: str | None, model, options: dict[str, Any]) -> tuple[dict[st
 
 def check_preset(name: str | None, asked: dict[str, Any], found: Recipe) -> None:
     """Raises ValueError for values that a preset has no place for."""
-    known = {
-        *found.network,
-        "intermediate",
-        "structure",
-        *(("draft_vocab", "head_rank") if found.kind == "eagle" else ()),
-    }
+    known = {*found.network, "intermediate", "structure", *(("draft_vocab",) if found.kind == "eagle" else ())}
     if strange := sorted(set(asked) - known):
         where = f"with the preset {name!r}" if name else "without a preset"
         raise ValueError(f"{strange[0]}: got {asked[strange[0]]} {where}, which has no such value, expected none")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -100,8 +99,7 @@ class ImagePipeline:
         self.last_output = ImageOutput()  # finished images of the latest call, also if it was interrupted
         self.last_state: State | None = None
         self._progress: dict[str, Any] = {}
-        self._home: torch.device | None = None
-        self._lock, self._inside = threading.RLock(), 0
+        self._lock = threading.RLock()
         self._jobs: list[ImageJob] = []  # of the running calls
         self._renew()
         if preset is not None:
@@ -145,7 +143,7 @@ class ImagePipeline:
 
     @property
     def device(self) -> torch.device:
-        return self._home or self.model.device
+        return self.model.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -178,16 +176,12 @@ class ImagePipeline:
 
     def to(self, *args, **kwargs) -> ImagePipeline:
         """Move or cast the model and its parts; drafters and rules are rebuilt at the next call."""
-        with self._lock:
-            self._move(*args, **kwargs)
-            self._renew()
-        return self
-
-    def _move(self, *args, **kwargs) -> None:
-        with torch.inference_mode(False):  # weights moved in inference mode can't be trained
+        with self._lock, torch.inference_mode(False):  # weights moved in inference mode can't be trained
             for part in (self.model, self.processor, *self.parts.values()):
                 if hasattr(part, "to"):
                     part.to(*args, **kwargs)
+            self._renew()
+        return self
 
     def _renew(self) -> None:
         """Rebuild what depends on the weights: the family now, setups when needed."""
@@ -197,33 +191,9 @@ class ImagePipeline:
         logger.debug("%s: made for %s, %s", self.family.name, *self._made_of)
         self._built: dict[Any, tuple] = {}
 
-    @contextmanager
-    def _in_place(self) -> Iterator[None]:
-        """Keeps weights and everything built from them on the right device and dtype during calls."""
-        with self._lock:
-            if self._home is not None and not self._inside:
-                self._move(self._home)
-            if self._made_of != (self.model.device, self.model.dtype):
-                self._renew()
-            self._inside += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._inside -= 1
-                if self._home is not None and not self._inside:
-                    self._move("cpu")
-
     def set_progress_bar_config(self, **options) -> None:
         """Arguments for tqdm, `disable=True` among them."""
         self._progress = options
-
-    def enable_model_cpu_offload(self, device: str | torch.device = "cuda") -> None:
-        """Keep the weights on the CPU between calls and on `device` during calls."""
-        with self._lock:
-            self._home = torch.device(device)
-            if not self._inside:
-                self._move("cpu")
 
     def __call__(
         self, prompt, image=None, mask_image=None, *, return_dict: bool = True, **options: Any
@@ -277,22 +247,24 @@ class ImagePipeline:
 
     @torch.inference_mode()
     def _drawn(self, request: ImageRequest) -> Iterator[ImageOutput]:
-        with self._in_place():
-            job = self._job(request)
-            self._jobs.append(job)
-            try:
-                with self.progress_bar(job.tokens) as bar:
-                    while job.batches:
-                        batch = job.batches.pop(0)  # its prompts are let go when it is drawn
-                        job.thread = threading.get_ident()
-                        part, stop = self._batch(job, batch, bar)
-                        yield part
-                        if isinstance(stop, KeyboardInterrupt):
-                            raise stop
-                        if job.interrupt:
-                            return
-            finally:
-                self._jobs.remove(job)
+        with self._lock:
+            if self._made_of != (self.model.device, self.model.dtype):
+                self._renew()
+        job = self._job(request)
+        self._jobs.append(job)
+        try:
+            with self.progress_bar(job.tokens) as bar:
+                while job.batches:
+                    batch = job.batches.pop(0)  # its prompts are let go when it is drawn
+                    job.thread = threading.get_ident()
+                    part, stop = self._batch(job, batch, bar)
+                    yield part
+                    if isinstance(stop, KeyboardInterrupt):
+                        raise stop
+                    if job.interrupt:
+                        return
+        finally:
+            self._jobs.remove(job)
 
     def progress_bar(self, total: int) -> tqdm:
         return tqdm(total=total, unit="tok", **({"leave": False} | self._progress))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from visspec import registry
 from visspec.api.sources import need
 from visspec.io import checkpoint, hub, included
 from visspec.models.image_codes import text_features
-from visspec.models.layers import check_layers, load_exactly, quiet
+from visspec.models.layers import load_exactly, quiet
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -28,7 +27,6 @@ SPREAD = {  # over several devices, by transformers' own plans
     "tp": {"tp_plan": "auto"},
 }
 KINDS = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM  # that answer in text
-MOST_MISSING = 4  # parameters that a configuration may describe for each number in the weights
 INSTEAD = {  # models in transformers' form, by `model_type` of the authors' own
     "multi_modality": "deepseek-community/Janus-Pro-1B",
     "Emu3": "BAAI/Emu3-Gen-hf",
@@ -168,7 +166,6 @@ def without_weights(spec: str | None = None) -> Any:
     try:
         with quiet():
             config = transformers.AutoConfig.from_pretrained(where, **options)
-            check_layers(config.to_dict(), where)
             named = getattr(transformers, (config.architectures or [""])[0], None)
             with torch.device("meta"):
                 model = named._from_config(config) if named else _auto_class(config).from_config(config)
@@ -250,37 +247,10 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
         device = resolve_device(device)
     on_cpu = device == "cpu" or (bool(spread) and not torch.cuda.is_available())
     precision = torch.float32 if on_cpu and dtype == "auto" else dtype
-    if local and not trust_remote_code:
-        _check_size(Path(where), kind)
     model = load_exactly(kind, "model", where, dtype=precision, **options, **spread)
     logger.info("%s: loaded %s, %s, to %s", where, type(model).__name__, model.dtype, device)
     processor = transformers.AutoProcessor.from_pretrained(where, **options) if worded else None
     return (model if spread else model.to(device)).eval(), processor
-
-
-def _check_size(folder: Path, kind: Any) -> None:
-    """Raises ValueError for a config.json that describes a far larger model than the folder's weights: transformers
-    would make the missing ones before it reports them.
-    """
-    try:
-        with quiet():
-            config = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
-            layers = config.to_dict()
-    except Exception:
-        return  # loading it gives the reason
-    check_layers(layers, folder)
-    if layers.get("quantization_config"):
-        return  # packed weights have other shapes
-    try:
-        with quiet(), torch.device("meta"):
-            concrete = issubclass(kind, transformers.PreTrainedModel)
-            model = kind._from_config(config) if concrete else kind.from_config(config)
-    except Exception:
-        return
-    wanted = sum(p.numel() for p in model.parameters())
-    found = sum(math.prod(shape) for shape in checkpoint.read_shapes(folder).values())
-    if wanted > MOST_MISSING * found:
-        raise ValueError(f"model: config.json of {folder} describes {wanted:,} parameters, its weights are {found:,}")
 
 
 def resolve_device(device: str) -> str:

@@ -67,7 +67,7 @@ class Ticket(NamedTuple):
     """Of a prompt in the stream."""
 
     number: int
-    id: Any  # the caller's, which may be anything
+    id: object  # the caller's, which may be anything
 
 
 class RequestBuilder:
@@ -294,7 +294,7 @@ def of_ids(value: Tensor, length: int) -> bool:
     return value.shape == (1, length) and not value.is_floating_point()
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Check that `repr` shows all of a value: numbers, strings, None, and lists, tuples and dictionaries of them."""
     if isinstance(value, Mapping):
         return all(is_plain(key) and is_plain(each) for key, each in value.items())
@@ -303,7 +303,7 @@ def is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str, bytes, np.generic, torch.dtype, torch.device))
 
 
-def add_to_digest(digest: Any, value: Any) -> bool:
+def add_to_digest(digest: Any, value: object) -> bool:
     """Add all of a value to a digest, tensors and arrays by their bytes. False if some of it cannot be read."""
     if isinstance(value, np.ndarray) and value.dtype != object:
         value = torch.from_numpy(np.ascontiguousarray(value))

@@ -44,7 +44,7 @@ REFUSED: dict[str, tuple[Any, str]] = {  # options of generate: neutral value, r
 CACHES = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
 
 
-def of_generate(model, inputs: dict[str, Any], **options: Any) -> Request:
+def of_generate(model, inputs: dict[str, Any], **options: object) -> Request:
     """The request that `model.generate(**inputs, **options)` would decode, not run."""
     caught: list[Request] = []
 

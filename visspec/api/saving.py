@@ -30,27 +30,9 @@ DEEPEST = 4096  # levels that a file may ask for
 Component = DrafterSpec | Acceptance | Order
 PLAIN = (bool, int, float, str, tuple, list, type(None))
 logger = logging.getLogger(__name__)
-METHOD = """from functools import partial
-
-from visspec.api import custom_generate
-
-generate = partial(custom_generate.generate, drafter={drafter!r}, acceptance={acceptance!r})
-"""
-METHOD_CARD = """---
-library_name: transformers
-tags:
-- custom_generate
----
-
-Speculative decoding by visspec (`pip install visspec`), drafter `{drafter}`, rule `{acceptance}`:
-
-    model.generate(**inputs, custom_generate="owner/name", trust_remote_code=True)
-
-`drafter=` and `acceptance=` take other names, as in `visspec.accelerate`.
-"""
 
 
-def save(folder: str | Path, components: Mapping[str, Any], family: object = None, /, **options: Any) -> None:
+def save(folder: str | Path, components: Mapping[str, Any], family: object = None, /, **options: object) -> None:
     """Write a pipeline's components, or an accelerated model's, which may lack a processor. options: of the model's;
     family: of an image model.
 
@@ -121,19 +103,6 @@ def drafter_of(folder: str | Path) -> DrafterSpec:
     return None if entry == AUTO else _named("drafter", root, entry)
 
 
-def write_method(folder: str | Path, names: Mapping[str, Any]) -> None:
-    """Write transformers' layout of a repository with a decoding method; a README that is there stays."""
-    for name, value in names.items():
-        if name not in ("drafter", "acceptance") or not isinstance(value, str):
-            raise ValueError(f"{name}: got {value!r} to write, expected drafter and acceptance alone, by name")
-    root = Path(folder) / "custom_generate"
-    root.mkdir(parents=True, exist_ok=True)
-    (root / "generate.py").write_text(METHOD.format(**names))
-    (root / "requirements.txt").write_text("visspec\n")
-    if not (readme := root.parent / "README.md").exists():
-        readme.write_text(METHOD_CARD.format(**names))
-
-
 # --- one entry, read --------------------------------------------------------------------------------------------------
 
 
@@ -199,8 +168,6 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
         else:
             made.save_pretrained(staged, record)
         # what a published head sees of pictures is in its configuration now
-        if str(options.get("tree", "")).endswith(".json"):
-            raise ValueError(f"drafter: got tree={options['tree']}, expected no file outside of the folder")
         stays = {k: v for k, v in options.items() if k in registry.SHAPE or not isinstance(v, str)}
         kept = registry.joined("", stays)[1:]
         return {"folder": DRAFTER, "options": kept} if kept else {"folder": DRAFTER}
@@ -230,8 +197,7 @@ def _entry(what: str, thing: Component) -> str | None:
 def _options(drafter: Drafter) -> dict[str, Any]:
     """What of a drafter around a network its constructor's options have set: its numbers and names."""
     kept = {name: value for name, value in vars(drafter).items() if type(value) in PLAIN and type(value) is not bool}
-    shape = {name: vars(drafter).get(name) for name in ("paths", "stop")}
-    return kept | shape | {"traits": drafter.traits}
+    return kept | {"paths": vars(drafter).get("paths"), "traits": drafter.traits}
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

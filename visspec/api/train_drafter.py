@@ -42,7 +42,7 @@ from visspec.train.store import Store
 from visspec.types import Request
 
 # Options of a drafter's network.
-NETWORK = ("image_latents", "draft_vocab", "head_rank", "block", "layers", "intermediate", "structure")
+NETWORK = ("image_latents", "draft_vocab", "block", "layers", "intermediate", "structure")
 STEPS, STEP_ROWS, GROUP = 2000, 8, 8
 
 

@@ -43,7 +43,7 @@ from visspec.types import Request
 
 EVAL_ROWS = 16  # prompts that validate
 TEXT_ONLY = "answers ignore epochs max_new_tokens max_pixels max_bad export dry_run".split()  # options
-TEXT_ONLY += "image_latents draft_vocab head_rank block images structure".split()
+TEXT_ONLY += "image_latents draft_vocab block images structure".split()
 USE = """from visspec import ImagePipeline
 
 pipe = ImagePipeline.from_pretrained({target!r}, drafter={spec!r})"""

@@ -46,7 +46,6 @@ class DrafterTraining(HardwareOptions):
         " (eagle3: 32000, others: the target's head)",
         None,
     )
-    head_rank: Positive | None = option("rank of that head (whole)", None)
     block: Positive | None = option("of flash (5), dflash, ddtree, dspark, dflash2 (16), deer (15): places", None)
     layers: Positive | None = option(
         "of dflash, ddtree, dspark, dflash2, deer (a quarter of the target's), distilled (3)", None

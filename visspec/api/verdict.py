@@ -39,12 +39,11 @@ class Member(NamedTuple):
 
 def decide(
     members: Sequence[Member], judge: Member, image: Image.Image, question: str, *, keep: int = 3,
-    template: str = TEMPLATE, seed: int = 0, **generate: Any,
+    seed: int = 0, **generate: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Asks all members, and then the judge (greedily), which reads the `keep` drafts that their peers agree with most.
 
     Args:
-        template: What the judge is asked, with {question} and {paths}; without {paths} it decides for itself.
         seed: For ties among drafts of equal score; with `do_sample` also for what is drafted.
         generate: Arguments of `generate`.
 
@@ -56,10 +55,6 @@ def decide(
         raise ValueError(f"drafts: got {len(members)}, expected two models or more")
     if not 1 <= keep <= len(members):
         raise ValueError(f"keep: got {keep!r}, expected a whole number from 1 to {len(members)}, the drafts")
-    try:
-        template.format(question="", paths="")
-    except (KeyError, IndexError, ValueError):
-        raise ValueError(f"template: got {template!r}, expected no braces but {{question}} and {{paths}}") from None
     drafts: list[dict[str, Any]] = []
     for member in members:
         text, error = "", "got no answer"
@@ -76,7 +71,7 @@ def decide(
     for i, draft in enumerate(drafts):
         draft |= {"score": scores[i], "chosen": i in chosen}
     paths = "\n".join(f"{n}. {drafts[i]['text']}" for n, i in enumerate(chosen, 1))
-    prompt = template.format(question=question, paths=paths) if chosen else question
+    prompt = TEMPLATE.format(question=question, paths=paths) if chosen else question
     text = ask(judge, image, prompt, **{k: v for k, v in generate.items() if k not in SAMPLED})
     record = {"answer": answer_of(text), "text": text, "prompt": prompt, "guarantee": "selection (not lossless)"}
     return record | {"drafts": drafts, "likelihoods": table}

@@ -16,7 +16,6 @@ class Options(JsonOption, SamplingOptions, HardwareOptions):
     drafts: list[str] = option("two or more: included names, folders or hub ids", metavar="MODEL")
     model: str = option("the large model that decides")
     keep: Positive | None = option("drafts that it reads (default: 3, or all if there are fewer)", None)
-    template: str | None = option("what it is asked, with {question} and {paths}", None)
     drafter: str = option("of all models: name with options; auto: each model's own, else context", "auto")
     max_pixels: Positive = option("larger images are refused", 64_000_000)
     temperature: Temperature = option("of the drafts; 0 is greedy", 0.0)
@@ -40,8 +39,7 @@ def run(arguments: Options) -> None:
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
     options |= {"temperature": arguments.temperature} if arguments.temperature else {}
     asked: dict[str, Any] = {"seed": arguments.seed, "keep": arguments.keep or min(3, len(members))}
-    template = arguments.template or verdict.TEMPLATE
-    found = verdict.decide(members, judge, image, arguments.question, template=template, **asked, **options)
+    found = verdict.decide(members, judge, image, arguments.question, **asked, **options)
     for draft in found["drafts"]:
         score = "-" if draft["score"] is None else f"{draft['score']:.3f}"
         print(f"{'*' if draft['chosen'] else ' '} {draft['name']} ({score}): {draft['error'] or draft['answer']}")

@@ -4,7 +4,6 @@ One process, one set of prompts and pixels, same dtype, attention, threads, stop
 prompt. Every arm goes through the same `model.generate` entry, so preparation and the vision tower are in every time.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -14,15 +13,13 @@ from typing import Any
 from PIL import Image
 from rich.table import Table
 
-from visspec import tree as trees
-from visspec.api import loading, requests, sources
-from visspec.api.accelerate import Accelerated, accelerate
+from visspec.api import loading, sources
+from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, default_prompt, prepare
 from visspec.cli import bench, bench_data
 from visspec.cli.arguments import SamplingOptions, TargetOptions
 from visspec.cli.bench import CaptionArm, Cell, ScenesOptions, StockCaptionArm, groups_of, measured_on, readable, table
 from visspec.cli.bench_data import Prompt
-from visspec.eval.bench import equality
 from visspec.eval.bench import paired as speed
 from visspec.eval.report.images import small_png
 from visspec.io import included
@@ -37,7 +34,6 @@ WARMUP = 3  # images, none of which is measured: drafters remember answers
 SETTINGS = ("acceptance", "batch_size", "max_new_tokens", "temperature", "seed")  # fields of options and record
 TEXTS = 8  # captions kept word by word in the record
 OTHER_TOKENS = "exact in law, with random numbers of its own: other tokens than plain decoding by design"
-FORCED = 16  # prompts fed again token by token where the dtype rounds; beyond, those whose outputs differ
 
 
 @dataclass(kw_only=True)
@@ -133,7 +129,6 @@ def bench_caption(
         if compiled:
             row["speedup_over_compiled"] = row["baselines"]["transformers_compiled"]["ours_is_faster_by"]
             row |= bench.compilations(fast.setup)
-        row["equality"] = equality_tiers(fast, prompts, runs, base, model.dtype, names[spec])
         if data is not None and size == 1 and any(prompt.category for prompt in data):
             row["categories"] = categories(runs, data, arguments.temperature > 0, names[spec])
         rows.append(row)
@@ -184,25 +179,6 @@ def categories(
             found[category] = {key: ratio[key] for key in ("speedup", "speedup_ci95", "identical", "compared")}
             found[category] |= {"tau": speed.tau(ours)["tau"]}
     return found
-
-
-def equality_tiers(
-    fast: Accelerated, prompts: Sequence, runs: dict[str, list[speed.ArmRun]], options, dtype, name: str = "ours"
-) -> dict[str, Any]:
-    """What ours and plain decoding being equal, or not, proves (`visspec.eval.bench.equality`), outside the clocks.
-
-    prompts: (index, inputs). The passes compared have the two commonest depths of this bench's drafts.
-    """
-    tiers = equality.Tiers(dtype, greedy=not options["do_sample"])
-    depths = Counter(levels for run in runs[name] for levels, *_ in run.rounds if levels)
-    shapes = [trees.chain(levels, str(fast.model.device)) for levels, _ in depths.most_common(2)]
-    for plain, ours in zip(runs["plain"], runs[name]):
-        differ = tiers.add(plain.tokens, ours.tokens)
-        if differ or (tiers.low and tiers.forced < FORCED):
-            index, inputs = prompts[ours.prompt]
-            request = requests.of_generate(fast.model, inputs, **options)
-            tiers.force(fast.target, request, plain.tokens, ours.tokens, shapes, index)
-    return tiers.record()
 
 
 def summarise(
@@ -275,8 +251,9 @@ def views(record: dict[str, Any]) -> list[Table]:
         f"ours: {record['in_words']}; tau {record['tau']:.2f} (without bonus {record['tau_without_bonus']:.2f}); "
         f"decode only {record['speedup_decode_only']:.2f}, ideal {record['ideal_speedup']:.2f}; "
         f"our loop without a drafter over transformers {record['plain_over_transformers']:.2f}; {record['guarantee']}"
-        f"\nequality: {OTHER_TOKENS if by_law else equality.in_words(record['equality'])}"
     )
+    if by_law:
+        caption += f"\n{OTHER_TOKENS}"
     for said in filter(None, (bench.choice_in_words(record), bench.stream_in_words(record, "images"))):
         caption += f"\n{said}"
     title = f"{record['n_prompts']} images, batch {record['batch_size']}, temperature {record['temperature']}"

@@ -53,7 +53,7 @@ class Options(DrawingOptions, ScenesOptions):
         "preset, file of `visspec tune` or name=drafter/rule; repeat; default: all presets", None, repeat=True
     )
     reference: Path | None = option("folder of photographs: judge --prompts by FID and CLIPScore", None)
-    extractor: str = option("of --reference: inception, random-conv, timm:NAME, or a model", "inception")
+    extractor: str = option("of --reference: inception, random-conv, or a model", "inception")
     clip: str = option("CLIP model of CLIPScore, with --reference; or none", "openai/clip-vit-large-patch14")
     quality: Count | None = option(
         "images a method that are judged (default: as --count with --reference, else none): FID and CLIPScore of"
@@ -192,7 +192,6 @@ class ImageArm:
         self.whole, self.promise = not setup.order.raster, same and setup.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
         self.outputs: list[ImageOutput] = []
-        self.displacement: list[float] = []
 
     def __call__(self, prompt: tuple[int, list[str]]) -> speed.ArmRun:
         index, texts = prompt
@@ -202,8 +201,6 @@ class ImageArm:
         seconds = time.perf_counter() - start
         self.outputs.append(out)
         stats, trace = out.stats[0], out.traces[0]
-        if stats.displacement_per_token is not None:
-            self.displacement.append(stats.displacement_per_token)
         tokens = [t.tolist() for t in out.tokens]
         return speed.ArmRun.of_trace(seconds, tokens, trace, trace.times["prefill"], drift=stats.drift_per_token)
 
@@ -270,7 +267,6 @@ def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[s
     maps = mean_map([acceptance_map(grid, arm.whole) for out in outputs for grid in out.maps])
     row |= dict(zip(("acceptance_map", "acceptance_map_n"), maps))
     row["drift_per_token"] = speed.drift(found)
-    row["latent_displacement"] = float(np.mean(arm.displacement[-len(found) :])) if arm.displacement else None
     costs = {key: value for key, value in speed.ideal(plain, found).items() if key != "gap"}
     return row | costs | {"time_s": speed.time_by_stage(found)}
 

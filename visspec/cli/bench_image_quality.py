@@ -135,12 +135,10 @@ def judge(
 
 
 def scores(summary: dict[str, Any]) -> dict[str, Any]:
-    """GenEval and strict with their intervals; None for a strict that the detector can't say."""
+    """GenEval and strict with their intervals."""
     tasks = summary["tasks"].values()
     right = [(task["correct"], task["images"]) for task in tasks]
     found = {"geneval": summary["overall"], "geneval_ci95": intervals.of_mean_share(right)}
-    if summary["strict"] is None:
-        return found | {"strict": None, "strict_ci95": None}
     exactly = [(task["strict"] * task["images"], task["images"]) for task in tasks]
     return found | {"strict": summary["strict"], "strict_ci95": intervals.of_mean_share(exactly)}
 

@@ -21,7 +21,6 @@ COLUMNS: dict[str, Cell] = {
     "FD": "{fd:.3f}",
     "FD of pairs": "{fd_paired:.2g}",
     "drift / token": lambda row: "" if "stock" in row else drift_text(row["drift_per_token"]),
-    "displacement": "{latent_displacement:.4f}",
     "guarantee": "{guarantee}",
 }
 

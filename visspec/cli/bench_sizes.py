@@ -96,7 +96,7 @@ class Options(BenchOptions):
     layers: Positive | None = option("instead of the model's own number, to see whether it runs", None)
     tiny: bool = option("a few small layers in place of each model's", False)
     compile: bool = option("our passes compiled, too", False)
-    attention: str | None = option("of our passes; default: the device's", None, choices=["mask", "varlen", "tree"])
+    attention: str | None = option("of our passes; default: the device's", None, choices=["mask", "tree"])
     device: str = option("of torch; auto: the GPU if there is one", "auto")
     dtype: Literal["float32", "bfloat16", "float16"] = option("of the weights", "bfloat16")
 

@@ -59,14 +59,10 @@ def kernel_lines(cuda: bool) -> list[str]:
             place = "interpreted (TRITON_INTERPRET=1), for tests only"
         else:
             place = "Triton on CUDA capability {}.{}".format(*torch.cuda.get_device_capability())
-    took = ragged.takes(ragged.varlen_attn)
-    form = [name for name in ("seqused_k", "enable_gqa") if name in took]
-    attends = f"there ({', '.join(form) or 'without seqused_k'})" if took else "not in this torch"
     name, why = ragged.of_device(torch.device("cuda" if cuda else "cpu"), torch.bfloat16)
     return [
         *lines,
         f"kernels: {place}",
-        f"torch.nn.attention.varlen: {attends}{'' if cuda or not took else ', runs on CUDA only'}",
         f"draft passes of 16-bit models attend by: {ragged.Backend(name, why=why)}",
         f"CUDA graphs: {'recorded on this device where asked for' if cuda else 'none without a CUDA device'}",
     ]

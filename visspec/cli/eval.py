@@ -35,7 +35,7 @@ class FoldersOptions(MetricOptions):
     """Two folders, compared by an extractor's features."""
 
     reference: Path = option(FOLDER, positional=True)
-    extractor: str = option("random-conv (embedded), inception[:FILE], timm:NAME, or a model", "random-conv")
+    extractor: str = option("random-conv (embedded), inception[:FILE], or a model", "random-conv")
     batch_size: Positive = option("images at a time", 32)
 
 
@@ -71,7 +71,7 @@ class ClipScoreOptions(JudgedOptions):
 @dataclass(kw_only=True)
 class GenEvalOptions(JudgedOptions):
     prompts: Path | None = option("JSONL of {image, prompt, ...}, or JSON of visspec generate", None)
-    detector: str | None = option("mask2former:MODEL, owlv2:MODEL, ..., or an included one (default)", None)
+    detector: str | None = option("mask2former:MODEL, mmdet:CONFIG:CHECKPOINT, or an included one (default)", None)
     colours: str = option("detected, or a CLIP model", "detected")
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from visspec.api.images import ImageOutput, ImagePipeline
 
 CHOSEN = ("drafter", "acceptance", "order")
-MEASURED = ("guarantee", "drift_per_token", "displacement_per_token")  # of the batch an image was drawn in
+MEASURED = ("guarantee", "drift_per_token")  # of the batch an image was drawn in
 
 
 @dataclass(kw_only=True)
@@ -42,9 +42,7 @@ class Options(RayOptions, DrawingOptions):
     acceptance: str | None = option("rule and options, e.g. lantern:k=100,delta=0.1 (default: exact, coupled)", None)
     batch_size: Positive = option("images drawn together", 8)
     stats: bool = option("print passes, tau and times of each batch", False)
-    json: Path | None = option(
-        "write seeds, passes, guarantee, drift and displacement to this file", None, writes="file"
-    )
+    json: Path | None = option("write seeds, passes, guarantee and drift to this file", None, writes="file")
     workers: Positive = option("processes, with --ray", 2)
 
     def __post_init__(self) -> None:

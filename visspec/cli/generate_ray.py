@@ -95,6 +95,6 @@ class RecordImages:
                 counts = {"tokens": part.tokens[i].numel(), "rounds": int(part.passes[i].max())}
                 yield self._row(next(left), image=file.getvalue(), **counts, **measured)
 
-    def _row(self, record: Record, **found: Any) -> dict[str, Any]:
+    def _row(self, record: Record, **found: object) -> dict[str, Any]:
         empty = {"image": None, "tokens": 0, "rounds": 0, **dict.fromkeys(MEASURED), "error": None}
         return {"id": record.id, "prompt": record.prompt, "seed": seed_of(self.seed, record.id)} | empty | found

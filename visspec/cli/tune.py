@@ -89,7 +89,7 @@ def candidates(drafters: Sequence[str], model: PreTrainedModel) -> list[str]:
     found = []
     for spec in drafters:
         drafter, _ = registry.drafter(spec, model)
-        shaped = any(f"{name}=" in spec for name in ("width", "tree", "entropy", "confidence"))
+        shaped = any(f"{name}=" in spec for name in ("width", "tree", "confidence"))
         grows = hasattr(type(drafter), "for_model") and not drafter.traits.samples and not shaped
         found += [spec, *([f"{spec}{',' if ':' in spec else ':'}{TREE}"] if grows else [])]
     return found

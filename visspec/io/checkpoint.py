@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,9 +22,7 @@ WEIGHTS, CONFIG = "model.safetensors", "config.json"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 PICKLE = "pickled weights ({}), expected .safetensors (visspec convert safetensors PATH --out FOLDER writes them)"
 MAX_JSON_BYTES = 16 << 20
-LITEMA = "model_ema."  # prefix of names without dots
-AVERAGED = ("ema.", "ema_model.", LITEMA)  # prefixes of averaged weights in training checkpoints
-COUNTERS = ("decay", "num_updates")  # stored by LitEma with its weights
+AVERAGED = ("ema.", "ema_model.")  # prefixes of averaged weights in training checkpoints
 LARGEST = 1 << 24  # upper limit of sizes in a configuration; products of two don't overflow
 Value = TypeVar("Value")  # a tensor, or its shape
 
@@ -154,45 +152,26 @@ def unwrap_names(tensors: Mapping[str, Value], where: str | Path) -> dict[str, V
     """Tensors by the model's own names, without the prefixes added by torch.compile (`_orig_mod.`), data parallelism
     (`module.`) and weight averaging (`ema.`).
 
-    Raises ValueError if there are two sets of weights, or names without dots as written by LitEma.
+    Raises ValueError if there are two sets of weights.
     """
     plain, averaged = weight_sets(tensors, where)
     if plain and averaged:
         raise ValueError(f"checkpoint: {where} has averaged weights ({next(iter(averaged))!r}) beside others")
-    return plain or with_dots(averaged, {}, where)
+    return plain or averaged
 
 
 def weight_sets(tensors: Mapping[str, Value], where: str | Path) -> tuple[dict[str, Value], dict[str, Value]]:
     """(weights, averaged weights) of a state dict, without the prefixes of wrappers; either may be empty.
 
-    Averaged weights have one of the prefixes AVERAGED; LITEMA is kept, for `with_dots`. Raises ValueError if two
-    tensors get the same name.
+    Averaged weights have one of the prefixes AVERAGED. Raises ValueError if two tensors get the same name.
     """
     named = _strip_prefixes(tensors, where)
     prefix = next((p for p in AVERAGED if any(name.startswith(p) for name in named)), None)
     if prefix is None:
         return named, {}
     plain = {name: tensor for name, tensor in named.items() if not name.startswith(prefix)}
-    kept = prefix if prefix == LITEMA else ""
-    averaged = {kept + name.removeprefix(prefix): t for name, t in named.items() if name.startswith(prefix)}
+    averaged = {name.removeprefix(prefix): t for name, t in named.items() if name.startswith(prefix)}
     return plain, _strip_prefixes(averaged, where)
-
-
-def with_dots(averaged: Mapping[str, Value], plain: Iterable[str], where: str | Path) -> dict[str, Value]:
-    """Averaged weights with the names of the plain ones: LitEma removes the dots and the model's prefix (`model.`).
-    Raises ValueError if the names can't be inferred from the plain weights.
-    """
-    if not all(name.startswith(LITEMA) for name in averaged):
-        return dict(averaged)
-    short = {name.removeprefix(LITEMA): tensor for name, tensor in averaged.items()}
-    short = {name: tensor for name, tensor in short.items() if name not in COUNTERS}
-    if any("." in name for name in short):
-        return short
-    for start in ("", "model."):
-        full = {name.removeprefix(start).replace(".", ""): name for name in plain if name.startswith(start)}
-        if short.keys() <= full.keys():
-            return {full[name]: tensor for name, tensor in short.items()}
-    raise ValueError(f"checkpoint: {where} has averaged weights without dots ({next(iter(short))!r}) alone")
 
 
 def _strip_prefixes(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from visspec.io.checkpoint import LITEMA, weight_sets, with_dots
+from visspec.io.checkpoint import weight_sets
 
 WRAPPERS = ("model", "module", "state_dict", "vae")  # how training scripts file their weights
 AVERAGES = ("ema", "model_ema", "ema_state_dict")  # and averages of them, beside or alone
@@ -20,12 +20,12 @@ def convert(path: Path, out: Path) -> None:
     """Write the tensors of a .pt, .pth, .bin or .ckpt file as safetensors, averaged weights where it holds them.
 
     The file is unpickled with `weights_only=True`, so nothing in it runs; one that needs more is refused. The weights
-    may lie under 'model', 'module', 'state_dict' or 'vae'; averaged ones under 'ema' or by names that begin with 'ema.'
-    or, as LitEma's, 'model_ema.'. Names lose the prefixes of torch.compile and data parallelism. Everything that is no
-    tensor (optimizer, steps) is left out. Raises ValueError in one sentence.
+    may lie under 'model', 'module', 'state_dict' or 'vae'; averaged ones under 'ema', or by names that begin with it.
+    Names lose the prefixes of torch.compile and data parallelism. Everything that is no tensor (optimizer, steps) is
+    left out. Raises ValueError in one sentence.
     """
     plain, averaged = state_dicts(content_of(path), path)
-    chosen = with_dots(averaged, plain, path) or plain
+    chosen = averaged or plain
     if not chosen:
         where = ", ".join((*WRAPPERS, *AVERAGES))
         raise ValueError(f"path: {path} holds no tensors, expected a state dict or one under {where}")
@@ -59,7 +59,8 @@ def state_dicts(content: object, path: Path) -> tuple[dict[str, Tensor], dict[st
     beside: dict[str, Tensor] = {}
     while isinstance(content, Mapping):
         if not beside and (key := next((k for k in AVERAGES if isinstance(content.get(k), Mapping)), None)):
-            beside = averages_of(content[key], path)
+            plain, averaged = state_dicts(content[key], path)
+            beside = plain or averaged
         inner = next((content[k] for k in WRAPPERS if isinstance(content.get(k), Mapping)), None)
         if inner is None:
             tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
@@ -67,11 +68,3 @@ def state_dicts(content: object, path: Path) -> tuple[dict[str, Tensor], dict[st
             return plain, beside or averaged
         content = inner
     return {}, beside
-
-
-def averages_of(content: Mapping, path: Path) -> dict[str, Tensor]:
-    """Averaged weights under a key of their own; those of LitEma, which counts its updates, by LITEMA before each."""
-    plain, averaged = state_dicts(content, path)
-    if "num_updates" in plain:
-        return {LITEMA + name: tensor for name, tensor in plain.items()}
-    return plain or averaged

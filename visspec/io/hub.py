@@ -69,7 +69,7 @@ def resolve_folder(where: str | Path) -> Path:
     return fetch(str(where)) if names(str(where)) else Path(where)
 
 
-def push(name: str, save: Callable[[Path], Any], private: bool | None = None, message: str | None = None) -> str:
+def push(name: str, save: Callable[[Path], Any], private: bool | None = None) -> str:
     """Write a folder by `save` and upload it as repository `name`, which is made if it is not there. Returns its URL.
 
     Errors are huggingface_hub's own.
@@ -78,5 +78,5 @@ def push(name: str, save: Callable[[Path], Any], private: bool | None = None, me
         save(Path(folder))
         api = huggingface_hub.HfApi()
         url = api.create_repo(name, private=private, exist_ok=True)
-        api.upload_folder(repo_id=name, folder_path=folder, commit_message=message or "Upload by visspec")
+        api.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload by visspec")
     return str(url)

@@ -39,7 +39,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return ", ".join(get_close_matches(name, list(names), 3, 0.0))
 
 
-def option(help: str = "", default: Any = MISSING, **more: Any) -> Any:
+def option(help: str = "", default: object = MISSING, **more: object) -> Any:
     """A field of a dataclass of options; one without a default is required.
 
     more: choices, metavar and nargs of argparse; `short` ("-o"); `positional`; `repeat`, for a list given item by item;

@@ -170,9 +170,8 @@ def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) 
         offered = sum(found.real[1:]) if found.real else tree.size - 1
         outcome.draft_lengths.append(offered if tree.chain else tree.levels)
         outcome.tokens.append(new_tokens)
-    for name, measured in (("drift", verdict.drift), ("displacement", verdict.displacement)):
-        if measured is not None:
-            measure(state, name, measured)
+    if verdict.drift is not None:
+        add_drift(state, verdict.drift)
     lengths = [len(path) for path in outcome.path]
     state.trace.rounds.append(Round(tree.levels, lengths, had_rejection))
     state.trace.context += max(lengths)
@@ -182,10 +181,11 @@ def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) 
     return outcome
 
 
-def measure(state: State, name: str, amount_B: Tensor) -> None:
-    """Add to a meter of the live rows."""
-    meter = state.meters.setdefault(name, amount_B.new_zeros(len(state.trace.origin)))
-    meter.index_add_(0, to_device(state.rows, amount_B.device), amount_B)
+def add_drift(state: State, drift_B: Tensor) -> None:
+    """Add to the drift of the live rows."""
+    if state.drift is None:
+        state.drift = drift_B.new_zeros(len(state.trace.origin))
+    state.drift.index_add_(0, to_device(state.rows, drift_B.device), drift_B)
 
 
 def children(parents: list[int], node: int) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from visspec.accept.local import Local, sampled_distributions
+from visspec.accept.local import Local
 from visspec.loop.decode import decode, stage
 from visspec.loop.out_of_order import OutOfOrderDecoder, Places, decode_wavefront
 from visspec.types import Acceptance, Drafter, DraftLengthPolicy, Order, Request, State, Target
@@ -26,14 +26,13 @@ class RejectedRegions(Order):
     The rejected positions form islands, 8-connected components. All islands are processed in parallel, each in raster
     order, and wait while the previous position is not final; with the rule's `window` a row of an island starts when
     the row above is that many codes ahead (ZipAR, He et al., ICML 2025). Accepted codes keep their keys and values,
-    except before a position that is generated again. Without a valid draft the whole image is generated. audit: measure
-    the drift with one extra pass.
+    except before a position that is generated again. Without a valid draft the whole image is generated.
     """
 
     name = "islands"
 
-    def __init__(self, rule: Local | None = None, drafter: Drafter | None = None, audit: bool = True):
-        self.rule, self.drafter, self.audit = rule, drafter, audit
+    def __init__(self, rule: Local | None = None, drafter: Drafter | None = None):
+        self.rule, self.drafter = rule, drafter
 
     def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
         if drafter is None or not drafter.traits.whole_images:
@@ -41,7 +40,7 @@ class RejectedRegions(Order):
         inner = rule.inner
         if not isinstance(inner, Local):
             raise ValueError(f"acceptance: got {type(inner).__name__}, expected local for the order islands")
-        return RejectedRegions(inner, drafter, self.audit)
+        return RejectedRegions(inner, drafter)
 
     def decode(
         self,
@@ -51,46 +50,23 @@ class RejectedRegions(Order):
         request: Request,
         length_policy: DraftLengthPolicy,
     ) -> State:
-        return decode_wavefront(target, request, self.schedule, self.audit)
+        return decode_wavefront(target, request, self.schedule)
 
     def schedule(self, decoder: OutOfOrderDecoder) -> None:
         """Generate all positions."""
         assert self.rule is not None
-        state, columns = decoder.state, decoder.columns
-        with stage(state.trace, "draft"):
+        trace, places = decoder.state.trace, decoder.free
+        with stage(trace, "draft"):
             drafted_BN, real_BN = self._draft_codes(decoder)
-        high = len(decoder.free) // columns
-        step = self.rule.rows or high
-        for top in range(0, high, step):
-            block = slice(top * columns, (top + step) * columns)
-            self._block(decoder, decoder.free[block], drafted_BN[:, block], real_BN[:, block])
-
-    def _draft_codes(self, decoder: OutOfOrderDecoder) -> tuple[Tensor, Tensor]:
-        """(codes (B, places), which of them are drafted). No code is drafted if the drafter failed."""
-        assert self.drafter is not None
-        drafted_BN = self.drafter.sketch(decoder.state)
-        codebook = decoder.target.capabilities.codebook
-        assert codebook is not None  # the rule was bound to it
-        real_BN = (drafted_BN >= 0) & (drafted_BN < len(codebook))
-        return torch.where(real_BN, drafted_BN, 0), real_BN
-
-    def _block(self, decoder: OutOfOrderDecoder, places: Places, drafted_BN: Tensor, real_BN: Tensor) -> None:
-        assert self.rule is not None
-        logits_BNV = decoder.score_block(places, drafted_BN)
-        state, greedy = decoder.state, decoder.noise_BTV is None
-        with stage(state.trace, "accept"):
-            p_BNV = logits_BNV.softmax(-1)
-            again_BN = self.rule.again(p_BNV, drafted_BN, real_BN, decoder.columns)
-            costs = self.rule.cost(sampled_distributions(p_BNV, greedy), drafted_BN, ~again_BN)
-            for name, gained_B in zip(("drift", "displacement"), costs):
-                state.meters[name] = state.meters.get(name, 0.0) + gained_B
+        logits_BNV = decoder.score_draft(drafted_BN)
+        with stage(trace, "accept"):
+            again_BN = self.rule.again(logits_BNV.softmax(-1), drafted_BN, real_BN, decoder.columns)
             decoder.accepted_mask[:, places] = ~again_BN
             todo = [[u for u, a in zip(places, row) if a] for row in again_BN.tolist()]
         decoder.reject(todo)
         # everything before a row's first rejected position is final, so its distribution is valid
         first = [(b, row[0]) for b, row in enumerate(todo) if row]
-        begin = decoder.number[places[0]]
-        laws_FV = logits_BNV[[b for b, _ in first], [decoder.number[u] - begin for _, u in first]]
+        laws_FV = logits_BNV[[b for b, _ in first], [decoder.number[u] for _, u in first]]
         decoder.decide(first, laws_FV, decoder.pass_number())
         for b, u in first:
             decoder.fresh[b] = [u]
@@ -107,6 +83,15 @@ class RejectedRegions(Order):
                 [[u for u in island if u not in now] for island, now in zip(row, nows)]
                 for row, nows in zip(queues, ready)
             ]
+
+    def _draft_codes(self, decoder: OutOfOrderDecoder) -> tuple[Tensor, Tensor]:
+        """(codes (B, places), which of them are drafted). No code is drafted if the drafter failed."""
+        assert self.drafter is not None
+        drafted_BN = self.drafter.sketch(decoder.state)
+        codebook = decoder.target.capabilities.codebook
+        assert codebook is not None  # the rule was bound to it
+        real_BN = (drafted_BN >= 0) & (drafted_BN < len(codebook))
+        return torch.where(real_BN, drafted_BN, 0), real_BN
 
     def _ready(self, decoder: OutOfOrderDecoder, b: int, island: Places) -> Places:
         """Positions of an island that can be generated now: one, or with a window one per image row."""

@@ -31,16 +31,13 @@ NOWHERE = -1  # position of padding nodes
 
 
 @torch.inference_mode()
-def decode_wavefront(
-    target: Target, request: Request, schedule: Callable[[OutOfOrderDecoder], None], audited: bool = True
-) -> State:
+def decode_wavefront(target: Target, request: Request, schedule: Callable[[OutOfOrderDecoder], None]) -> State:
     """Decode a batch of images. Returns the finished state, as `decode` does.
 
     `trace.rounds` has an entry for each pass of the target except prefill and audit; `trace.origin` is "drafted" for
     accepted codes, "plain" for the others; `state.memory` has the pass of each token, (B, T) as lists.
 
-    schedule: generates all positions. audited: measure the drift, in one extra pass.
-    Raises ValueError for a request that can't be decoded out of order.
+    schedule: generates all positions. Raises ValueError for a request that can't be decoded out of order.
     """
     for name, value in (("processors", request.sampling.processors), ("stop", request.stop), ("eos", request.eos)):
         if value:
@@ -51,13 +48,12 @@ def decode_wavefront(
         state.trace = trace
         if request.generators is not None and not request.sampling.greedy:
             state.noise = Gumbel(request.generators, scores.distribution.width)
-        decoder = OutOfOrderDecoder(target, state, categorical(scores.distribution).logits[:, -1], audited)
+        decoder = OutOfOrderDecoder(target, state, categorical(scores.distribution).logits[:, -1])
     for place in decoder.preview:
         decoder.step([[place]] * decoder.rows)
     schedule(decoder)
-    if audited:
-        with stage(trace, "audit"):
-            state.meters["drift"] = audit(decoder)
+    with stage(trace, "audit"):
+        state.drift = audit(decoder)
     decoder.finish()
     return state
 
@@ -69,7 +65,7 @@ class OutOfOrderDecoder:
     models. known, cached: by row and place, on the host. fresh: generated, not yet in the cache.
     """
 
-    def __init__(self, target: Target, state: State, first_BV: Tensor, audited: bool):
+    def __init__(self, target: Target, state: State, first_BV: Tensor):
         request = state.request
         assert request.grid is not None
         self.target, self.state, self.first_BV = target, state, first_BV
@@ -89,7 +85,7 @@ class OutOfOrderDecoder:
         self.accepted_mask = torch.zeros(self.rows, self.total, dtype=torch.bool, device=device)
         self.passes = [[0] * self.total for _ in range(self.rows)]
         self.noise_BTV = None if state.noise is None else state.noise.window(self.total)
-        self.used_BTV = first_BV.new_zeros(self.rows, self.total, first_BV.shape[-1]) if audited else None
+        self.used_BTV = first_BV.new_zeros(self.rows, self.total, first_BV.shape[-1])
 
     def due(self, b: int) -> Places:
         """Positions to run in a row's next pass: its fresh ones, each with the following grammar tokens."""
@@ -120,7 +116,7 @@ class OutOfOrderDecoder:
         """
         final, extra = [], []
         for b, places in enumerate(wanted):
-            final.append(set(self.due(b) if places else ()))  # rows without a wanted position wait for the next block
+            final.append(set(self.due(b) if places else ()))  # rows without a wanted position are complete
             before = {u - 1: self.above.get(u, u - 1) for u in places if u > 0 and u - 1 not in final[b]}
             final[b] |= {t for t in before if self.cached[b][t]}
             extra.append({t: t if self.known[b][t] else s for t, s in before.items() if t not in final[b]})
@@ -131,10 +127,9 @@ class OutOfOrderDecoder:
         self.decide(pairs, self._after(distributions, at, pairs), self.pass_number(any(ran)))
         self.record([len(places) for places in wanted], ran)
 
-    def score_block(self, places: Places, drafted_BN: Tensor) -> Tensor:
-        """One pass over a block of drafted codes, treated as final. Returns the distribution at each position, (B, N,
-        V).
-        """
+    def score_draft(self, drafted_BN: Tensor) -> Tensor:
+        """One pass over a drafted image, treated as final. Returns the distribution at each of its codes, (B, N, V)."""
+        places = self.free
         self.tokens_BT[:, places] = drafted_BN
         first = max(places[0] - 1, 0)
         while first > 0 and self.grammar[first]:
@@ -167,8 +162,7 @@ class OutOfOrderDecoder:
             b_F, u_F = (to_device(x, logits_FV.device) for x in zip(*pairs))
             noise_FV = 0.0 if self.noise_BTV is None else self.noise_BTV[b_F, u_F]
             self.tokens_BT[b_F, u_F] = (logits_FV + noise_FV).argmax(-1)
-            if self.used_BTV is not None:
-                self.used_BTV[b_F, u_F] = sampled_distributions(logits_FV.softmax(-1), self.noise_BTV is None)
+            self.used_BTV[b_F, u_F] = sampled_distributions(logits_FV.softmax(-1), self.noise_BTV is None)
         for b, u in pairs:
             self.known[b][u], self.passes[b][u] = True, now
 
@@ -216,7 +210,6 @@ def audit(decoder: OutOfOrderDecoder) -> Tensor:
     positions.
     """
     state = decoder.state
-    assert decoder.used_BTV is not None
     device, last = decoder.tokens_BT.device, decoder.total - 1
     where_BN = torch.arange(last, device=device).expand(decoder.rows, -1)
     seen_BT = torch.ones(decoder.rows, decoder.total, dtype=torch.bool, device=device)

@@ -84,7 +84,7 @@ class SafeDrafter(Drafter):
             self._warn(self.inner.propose, f"{refused} drafted nodes had an invalid value or distribution", None)
 
     def _try(
-        self, state: State, method: Callable[..., Any], *arguments: Any, check: Callable[..., Any] | None = None
+        self, state: State, method: Callable[..., Any], *arguments: object, check: Callable[..., Any] | None = None
     ) -> Any:
         """What a method of the drafter returns, checked; None if it fails, or has failed earlier in this request."""
         if not state.drafting:

@@ -34,7 +34,6 @@ class Stats:
     acceptance: str
     order: str  # order of generation
     drift_per_token: float | None  # None if it is not measured
-    displacement_per_token: float | None  # in the codebook's space; None if the rule doesn't measure it
     faults: int
     gave_up: int
     declared: str = ""  # the distribution of the declared target, in words
@@ -48,7 +47,7 @@ class Stats:
         passes = sum(len(r.committed) for r in trace.rounds)
         committed = sum(sum(r.committed) for r in trace.rounds)
         tokens = sum(map(len, state.tokens))
-        drift, far = (meter_total(state, name, setup.guarantee) for name in ("drift", "displacement"))
+        drift = drift_total(state, setup.guarantee)
         return cls(
             tokens=tokens,
             rounds=len(trace.rounds),
@@ -60,7 +59,6 @@ class Stats:
             drafter=setup.name,
             acceptance=type(setup.rule.inner).__name__,
             drift_per_token=None if drift is None else drift / max(tokens, 1),
-            displacement_per_token=None if far is None else far / max(tokens, 1),
             order=setup.order.name,
             faults=trace.faults,
             gave_up=trace.gave_up,
@@ -93,10 +91,10 @@ class Stats:
         return f'<div style="font-family:sans-serif">{rows}<p>{legend}</p><pre>{html.escape(str(self))}</pre></div>'
 
 
-def meter_total(state: State, name: str, guarantee: str) -> float | None:
-    """The sum of a meter: 0 where an exact rule has none, None where an approximate one has none."""
-    if name in state.meters:
-        return float(state.meters[name].sum())
+def drift_total(state: State, guarantee: str) -> float | None:
+    """The summed drift: 0 where an exact rule measures none, None where an approximate one measures none."""
+    if state.drift is not None:
+        return float(state.drift.sum())
     return None if guarantee == "approximate" else 0.0
 
 

@@ -32,7 +32,7 @@ Together = Callable[[Sequence[Request]], Request | None]
 class Answer:
     """The result of one request. With an error, `tokens` are those that came before it."""
 
-    id: Any
+    id: object
     tokens: list[int] = field(default_factory=list)
     ended: str | None = None  # as `stats.ended_by`
     origin: list[str] = field(default_factory=list)  # of each token, as in `types.Trace`
@@ -77,7 +77,7 @@ class Row:
 
         return caught
 
-    def call_user(self, call: Callable, *arguments: Any) -> Any:
+    def call_user(self, call: Callable, *arguments: object) -> Any:
         """What a call of the user's returns; None if it raises, or something has before."""
         if self.error is None:
             try:
@@ -120,7 +120,7 @@ class RunningBatch:
             yield self._answer(number, self.rows.pop(number))
 
     def _answer(self, number: int, row: Row) -> Answer:
-        tokens, request, drift = self.state.tokens[number], row.request, self.state.meters.get("drift")
+        tokens, request, drift = self.state.tokens[number], row.request, self.state.drift
         return Answer(
             row.id,
             tokens,
@@ -287,8 +287,8 @@ def join(
     state.position = torch.cat([state.position, other.position[index]])
     if state.noise is not None and other.noise is not None:
         state.noise.join(other.noise, take)
-    for name in {*state.meters, *other.meters}:
-        state.meters[name] = _merge_meter(state, other, name, rows, places)
+    if state.drift is not None or other.drift is not None:
+        state.drift = _merged_drift(state, other, rows, places)
     target.join(state, other, take)
     state.rows = state.rows + places
     if drafter is not None:
@@ -297,9 +297,9 @@ def join(
     state.trace.context = max(request.prompt.shape[1] + len(tokens) for request, tokens in asked)
 
 
-def _merge_meter(state: State, other: State, name: str, rows: list[int], places: list[int]) -> Tensor:
-    """A meter with the values of joined rows at their places."""
-    old, new = state.meters.get(name), other.meters.get(name)
+def _merged_drift(state: State, other: State, rows: list[int], places: list[int]) -> Tensor:
+    """The drift with the values of joined rows at their places."""
+    old, new = state.drift, other.drift
     meter = state.position.new_zeros(len(state.trace.origin), dtype=torch.float32 if old is None else old.dtype)
     if old is not None:
         meter[: len(old)] = old

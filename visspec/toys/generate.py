@@ -4,7 +4,6 @@ that `visspec train drafter --data scenes` and `datasets.load_dataset("imagefold
 
 import json
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
 
@@ -23,10 +22,10 @@ def picture(world: str, seed: int) -> tuple[Image.Image, str]:
     if world not in SIDES:
         raise ValueError(f"world: got {world!r}, expected one of {', '.join(SIDES)}")
     if world == "shapes":
-        shown: Any = scene.scene_from_seed(seed)
+        shown = scene.scene_from_seed(seed)
         return Image.fromarray(render.render(shown, SIDES[world])), captions.caption(shown)
-    shown = emoji_scene.scene_from_seed(seed)
-    return Image.fromarray(emoji_render.render(shown, SIDES[world])), emoji_captions.caption(shown)
+    faces = emoji_scene.scene_from_seed(seed)
+    return Image.fromarray(emoji_render.render(faces, SIDES[world])), emoji_captions.caption(faces)
 
 
 def write_pictures(world: str, folder: str | Path, count: int, first: int = 0) -> None:

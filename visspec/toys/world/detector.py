@@ -206,9 +206,7 @@ class WorldDetector:
     """What the detectors of both worlds are in GenEval's terms: they find all that there is and score it themselves."""
 
     name: str
-    closed_set = True
     original = False
-    max_overlap = 1.0
 
     def threshold(self, tag: str) -> float:
         """The same for all tasks; the least score has already been applied."""
@@ -239,7 +237,7 @@ class ShapeDetector(WorldDetector):
         self.score, self.max_unexplained = score, max_unexplained
         self.fingerprint = digest("shapes-1", min_radius, max_radius, score, max_unexplained)
 
-    def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> DetectionResult:
+    def detect(self, image: Image.Image) -> DetectionResult:
         """All shapes of the image, of whatever classes; refused if too many pixels are unexplained."""
         seen = self.analyse(image)
         detections = tuple(

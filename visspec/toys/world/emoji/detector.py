@@ -308,7 +308,7 @@ class EmojiDetector(WorldDetector):
         centre = x + float(best[0]) * side, y + float(best[1]) * side
         return DetectedEmoji(names()[chosen], score, *centre, side * scale, turn)
 
-    def detect(self, image: Image.Image, classes: Sequence[str] = ()) -> DetectionResult:
+    def detect(self, image: Image.Image) -> DetectionResult:
         """All pictures of the image; none is ever refused."""
         return DetectionResult(
             tuple(Detection(seen.name, seen.score, seen.box, None, None) for seen in self.analyse(image))
