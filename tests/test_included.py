@@ -1,12 +1,15 @@
 """The table of included models: what it holds, what it fills in for presets, and weights that an installation lacks."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import visspec
 from visspec import registry
+from visspec.api.accelerate import default_drafter
 from visspec.io import included
 from visspec.presets import PRESETS
 from visspec.toys.table import INCLUDED
@@ -41,6 +44,13 @@ def test_the_default_drafter_is_the_included_one_of_its_kind():
     assert registry.included_drafter(model("captioner")) == "vispec"
     assert registry.included_drafter(model("captioner-emoji")) == "vispec-emoji"
     assert registry.included_drafter(model("captioner"), "image-eagle") is None is registry.included_drafter(object())
+
+
+def test_a_table_that_is_included_is_the_reason():
+    config = json.loads((included.folder("smollm2-context") / "config.json").read_text())["target"]
+    with torch.device("meta"):
+        smollm2 = AutoModelForCausalLM.from_config(LlamaConfig(**config))
+    assert default_drafter(smollm2) == ("context", "its table is made for the model")
 
 
 def test_missing_weights(tmp_path, monkeypatch):

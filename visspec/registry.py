@@ -41,7 +41,7 @@ _added: set[tuple[str, str]] = set()  # (kind, name) that `register` has added
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def register(kind: str, name: str, target: object, what: str = "", needs: str = "", checkpoint: str = "") -> None:
+def register(kind: str, name: str, target: Any, what: str = "", needs: str = "", checkpoint: str = "") -> None:
     """Add a name that `accelerate`, `ImagePipeline` and the command line take.
 
     Args:

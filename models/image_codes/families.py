@@ -22,8 +22,8 @@ def family_of(model: nn.Module, processor: Callable[..., Any] | None, **parts: A
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if kind not in (known := registry.table("family")):
         raise ValueError(
-            f"model: one of the type {kind!r} draws no images, expected {', '.join(known)}. `visspec caption`, `bench"
-            " caption`, `bench text`, `tune --images` and `serve` are for models that write."
+            f"model: one of the type {kind!r} draws no images; `visspec list families` has those that do. `visspec"
+            " caption`, `bench caption`, `bench text`, `tune --images` and `serve` are for models that write."
         )
     family = known[kind].load()
     unknown = sorted(set(parts) - set(signature(family).parameters))

@@ -403,7 +403,8 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
     elif trained := registry.included_drafter(model):
         why = "it is made for the model"
     else:
-        found, why = "context", "nothing was made for the model"
+        found, table = "context", registry.included_drafter(model, "context")
+        why = "its table is made for the model" if table else "nothing was made for the model"
     if trained:
         found = registry.joined(trained, {"copies": True})
     logger.info("drafter: %s, because %s", found, why)
