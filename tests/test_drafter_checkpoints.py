@@ -123,6 +123,8 @@ CHANGES = {
         ({"intermediate": 10**7}, r"down_proj.weight' .* has shape \(32, 48\), expected \(32, 10000000\)"),
         ({"feature_layers": [9]}, "feature_layers: got 9, expected a whole number from -3 to 3"),
         ({"rope_theta": float("nan")}, "rope_theta: got nan, expected a finite number above 0"),
+        ({"structure": {"wide": 3}}, "structure: got {'wide': 3}, expected tree=chain, or a tree such as width=4"),
+        ({"structure": {"tree": "x.json"}}, "structure: got"), ({"structure": "width=4"}, "structure: got 'width=4'"),
         ({"mrope_section": [1, 1]}, r"mrope_section: got \(1, 1\), which .* 8 rotary channels"),
     ],
     "image": [

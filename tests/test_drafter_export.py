@@ -31,10 +31,11 @@ def train(data, name, **options):
 def test_a_run_leaves_a_card_that_says_how_to_load(data, capsys):
     out = train(data, "out", preset="eagle3", draft_vocab=40, export="eagle3")
     card, progress = (out / "README.md").read_text(), json.loads((out / "run" / "progress.json").read_text())
-    spec = f"{out}:width=10,nodes=60"
+    spec = str(out)
     measured = next(found for found in progress["validations"] if found["step"] == progress["best"]["step"])
     parts = [f"| tau_sampled | {measured['tau_sampled']} |", f"| best at step | {measured['step']} |", "| steps | 2 |"]
     parts += ["| data | data, 3 items", "on 1 held-out", "answers of the target", "preset `eagle3`"]
+    parts += ["| structure | width=10,nodes=60 |"]
     parts += [f"visspec.accelerate(model, {spec!r})", "'owner/target'"]
     for part in parts:
         assert part in card, part

@@ -59,8 +59,7 @@ def test_preset_trains_and_is_exact(data, tmp_path, name):
     assert len(found) == 1 and found[0]["tau_greedy"] >= 1.0
     model, preset = model_of("llava"), RECIPES[name]
     fresh = registry.drafter_class(preset.kind).for_model(model, **of_preset(name, model, more)[0])
-    options = ",".join(f"{key}={value}" for key, value in preset.draft.items())
-    drafter, _ = registry.drafter(f"{tmp_path / 'out'}:{options}".rstrip(":"), model)
+    drafter, _ = registry.drafter(tmp_path / "out", model)
     assert drafter.config == fresh.config and type(drafter) is registry.drafter_class(preset.kind)
     assert drafter.config.levels == preset.network.get("levels", 15)
     sizes = {key: value for key, value in preset.draft.items() if key != "tree"}

@@ -10,13 +10,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import visspec
-from tests.doubles import refused
+from tests.doubles import one_sentence, refused
 from tests.tiny import llama
-from visspec.api import loading
+from visspec import registry
+from visspec.api import loading, self_prompts
 from visspec.api.accelerate import Accelerated, default_drafter
-from visspec.api.captions import process_chats
+from visspec.api.captions import prepare, process_chats
+from visspec.api.sources import seed_of
+from visspec.api.train_options import DrafterTraining
+from visspec.api.training_data import TrainingData
 from visspec.cli import arguments, caption, serve
 from visspec.cli.main import main
+from visspec.loop.stream import Answer
 from visspec.models.lookup.context import ContextDrafter
 
 TEMPLATE = (  # it concatenates contents, as templates of text models do
@@ -68,6 +73,89 @@ def test_train_and_export_a_drafter(preset, form, answers, folder, tmp_path, cap
         assert answer.tokens == expected[entries[answer.id]["input_ids"].shape[1] :].tolist()
     if form is not None:
         assert main(["export", str(tmp_path / "d"), "--form", form, "--out", str(tmp_path / form)]) == 0
+
+
+@pytest.mark.parametrize("structure", [None, "width=4,nodes=16"])
+def test_printed_tau_is_that_of_the_folder(structure, folder, tmp_path, capsys):
+    """Greedy, the same held-out prompts, by a user who loads the folder; chosen by measurement, or asked for."""
+    model, tokenizer = loading.load(str(folder))
+    path, argv = tmp_path / "d" / "prompts.jsonl", ["--data", "self:3", "--structure", structure]
+    if structure is None:
+        path, argv = tmp_path / "data.jsonl", ["--data", tmp_path / "data.jsonl"]
+        path.write_text("\n".join(json.dumps({"prompt": f"Say {n}"}) for n in range(80)))
+    argv += ["--target", folder, "--out", tmp_path / "d", "--preset", "eagle3", "--steps", 1, "--rows", 2]
+    assert main(["train", "drafter", *map(str, argv), "--max-new-tokens", "12"]) == 0
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    config = json.loads((tmp_path / "d" / "config.json").read_text())["structure"]
+    tried = [line["structure"] for line in printed if "tau_adaptive" in line]
+    if structure is None:
+        assert tried == ["tree=chain", "width=3,nodes=8", "width=4,nodes=16", "width=10,nodes=60"]
+        assert registry.joined("", config) == f":{printed[-1]['structure']}"
+    else:
+        assert not tried and config == {"width": 4, "nodes": 16}
+    _, held = TrainingData(path).hold_out(64, 0)
+    prompts = [json.loads(path.read_text().splitlines()[n])["prompt"] for n in held]
+    parts = [prompts[n : n + 2] for n in range(0, len(prompts), 2)]
+    inputs = [prepare(tokenizer, [[]] * len(part), part, model) for part in parts]
+
+    def tau(spec):
+        fast, rounds = visspec.accelerate(model, spec, adaptive=False), []
+        for each in inputs:
+            fast.generate(**each, max_new_tokens=12, do_sample=False)
+            rounds += fast.last_state.trace.rounds
+        return sum(sum(one.committed) for one in rounds) / sum(len(one.committed) for one in rounds)
+
+    card = (tmp_path / "d" / "README.md").read_text()
+    assert f"| tau_greedy | {round(tau(tmp_path / 'd'), 3)} |" in card
+    trees = tau(f"{tmp_path / 'd'}:tree=chain"), tau(f"{tmp_path / 'd'}:width=10,nodes=60")
+    assert structure or trees[0] < trees[1], "the figure tells structures apart"
+
+
+def test_a_model_writes_its_prompts(folder, tmp_path, capsys):
+    """Each is what plain decoding samples as the user; those that are cut or there already are left out."""
+    model, tokenizer = loading.load(str(folder))
+    asked = DrafterTraining(target=str(folder), data="self", out=tmp_path, rows=4, max_new_tokens=30)
+    lines = self_prompts.write(model, tokenizer, asked, 4).read_text().splitlines(keepends=True)
+    rows = [json.loads(line) for line in lines]
+    assert len(rows) == len({row["prompt"].casefold() for row in rows}) == 4
+    assert "prompts.jsonl holds 4 prompts; 0.0% duplicates among" in capsys.readouterr().err
+    ids, fast = tokenizer("<user>", return_tensors="pt")["input_ids"], visspec.accelerate(model, None)
+    for row in rows[:2]:
+        options = {"seed": seed_of(0, row["id"]), "eos_token_id": tokenizer.all_special_ids, "max_new_tokens": 30}
+        sampled = fast.generate(ids, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, **options)
+        text = tokenizer.decode(sampled[0, ids.shape[1] :], skip_special_tokens=True)
+        assert row["prompt"] == text.partition("!<assistant>")[0].strip()
+    (tmp_path / "prompts.jsonl").write_text("".join(lines[:2]) + lines[2][:9])  # as a killed run leaves it
+    again = self_prompts.write(model, tokenizer, asked, 4).read_text().splitlines(keepends=True)
+    assert again[:2] == lines[:2] and len(set(again)) == 4
+    tokenizer.chat_template = None
+    with one_sentence("data: got self for a model without a chat template. Pass a file of prompts."):
+        self_prompts.write(model, tokenizer, asked, 4)
+
+
+def test_duplicate_prompts_are_left_out(folder, tmp_path, monkeypatch, capsys):
+    model, tokenizer = loading.load(str(folder))
+    texts = iter(["Say it", "say  IT.", "...", "Say that", "Cut", "Say what"])
+
+    def stream(self, entries, **options):
+        for entry in entries:
+            text = next(texts)
+            yield Answer(entry["id"], ended="length" if text == "Cut" else "eos", text=text)
+
+    monkeypatch.setattr(Accelerated, "stream", stream)
+    path = self_prompts.write(model, tokenizer, DrafterTraining(target="x", data="self", out=tmp_path), 3)
+    prompts = [(row["id"], row["prompt"]) for row in map(json.loads, path.read_text().splitlines())]
+    assert prompts == [("0", "Say it"), ("3", "Say that"), ("5", "Say what")]
+    said = capsys.readouterr().err
+    assert "25.0% duplicates among 6 samples: {'new': 3, 'duplicate': 1, 'empty': 1, 'cut': 1}" in said
+
+
+@pytest.mark.parametrize("more,said", [
+    (("--images", "photos", "--data", "x.jsonl"), "images: got them with --data x.jsonl, which names its own"),
+    (("--data", "self", "--dry-run"), "data: got self in a dry run or several processes"),
+])  # fmt: skip
+def test_what_goes_with_own_prompts(more, said, folder, tmp_path, capsys):
+    assert said in refused(capsys, "train", "drafter", "--target", folder, "--out", tmp_path / "d", *more)
 
 
 def test_a_table_for_the_default_drafter(folder, tmp_path, capsys):

@@ -8,6 +8,7 @@ import json
 import math
 import pydoc
 import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ from tests.tiny import model_of, prompt
 from tests.training_processes import pictures
 from visspec import registry
 from visspec.api import progress, train_drafter
-from visspec.api.train_drafter import TextValidation, request_of
+from visspec.api.drafter_structure import taus
+from visspec.api.train_drafter import request_of
 from visspec.loop.decode import open_request
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import EagleDrafter
@@ -336,7 +338,7 @@ def test_training_raises_tau(tmp_path):
     model = model_of("llava")
     drafter = EagleDrafter.for_model(model, seed=0, levels=4)
     same = prompts("llava", 16, ["4 i 5"] * 4)
-    validate = TextValidation(model, drafter, lambda temperature: [same(0, temperature)])
+    validate = partial(taus, model, drafter, lambda temperature: [same(0, temperature)])
     before = validate()
     plan = TrainingOptions(
         steps=100, batch=4, rows=4, group=1, reuse=100, unroll=3, rate=5e-3, loss="kl", opening=1.0, warm_up=0.1

@@ -10,6 +10,7 @@ from tests.doubles import one_sentence
 from tests.image_cases import llamagen_model
 from visspec import ImagePipeline, registry
 from visspec.accept.exact import Exact
+from visspec.api import sources
 from visspec.api import train_image_drafter as training
 from visspec.cli.main import main
 from visspec.io import included
@@ -61,7 +62,7 @@ def test_train_and_draw(texts, tmp_path, name, preset):
     pipe, size, out = TARGETS[name](), SIZES.get(name, {}), tmp_path / "out"
     found = training.run(pipe, out, prompts=texts(name), preset=preset, **SMALL, **size)
     assert [entry["step"] for entry in found] == [2, 4] and all(entry["tau_sampled"] >= 1.0 for entry in found)
-    prompts = training.read_prompts(texts(name))[:2]
+    prompts = sources.texts(texts(name))[:2]
     asked = {"seed": 3, "output_type": "latent", "acceptance": "exact", **size}
     fast, plain = (pipe(prompts, drafter=spec, **asked) for spec in (str(out), "none"))
     assert all(torch.equal(a, b) for a, b in zip(fast.tokens, plain.tokens)) and fast.stats[0].faults == 0

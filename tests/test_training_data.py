@@ -11,10 +11,12 @@ import visspec
 from tests.doubles import one_sentence, tar_of
 from tests.test_videos import model as qwen
 from tests.test_videos import processor, write
-from visspec.api import train_drafter, training_data
-from visspec.api.captions import PROMPT
+from visspec.api import self_prompts, train_drafter, training_data
+from visspec.api.captions import PROMPT, process_chats
 from visspec.api.conversations import conversation_of
+from visspec.api.self_prompts import opening
 from visspec.api.train_drafter import Prompts
+from visspec.api.train_options import DrafterTraining
 from visspec.api.training_data import Reader, TrainingData, read_media, shrink
 from visspec.models.decoder.target import HFDecoder
 from visspec.train.capture import AnsweredRequest, capture
@@ -272,6 +274,21 @@ def test_mixed_batches(home):
         HFDecoder(qwen()), None, visspec.Exact(), batches(0), visspec.loop.draft_length.FixedLength(1)
     )
     assert all(state.tokens)
+
+
+def test_questions_about_pictures(home):
+    """A model that reads a picture and the template up to the user's text asks about each picture in turn."""
+    (home / "data").mkdir()
+    for name in "ab":
+        (home / f"{name}.png").rename(home / "data" / f"{name}.png")
+    names = {"target": "x", "data": "self", "images": str(home / "data"), "out": home}
+    asked = DrafterTraining(**names, rows=2, max_new_tokens=100)
+    data = TrainingData(self_prompts.write(qwen(), processor(), asked, 2))
+    items = [data[n] for n in range(2)]
+    assert {item.conversation.media[0] for item in items} == {home / "data" / "a.png", home / "data" / "b.png"}
+    assert all(texts(item)[0].split()[0].startswith("w") for item in items)
+    inputs = process_chats(processor(), [self_prompts.user_turn("image")], [[Image.new("RGB", (8, 8))]], opening)
+    assert processor().tokenizer.decode(inputs["input_ids"][0, -1]) == "<|vision_end|>"
 
 
 def test_own_answers_are_captured_in_one_pass(home):

@@ -46,6 +46,8 @@ NAMES = {
 class DrafterConfig:
     """Base class of configurations of a network and of the target that it is made for, as config.json has them.
 
+    structure: of drafts, the options of `StructuredDrafter` and of its `tree` that hold unless others are given.
+
     Raises ValueError for numbers and flags that the network would run with and give nonsense. Sizes need no check: the
     network is built on `meta` first, and its tensors are compared with those of the file.
     """
@@ -53,8 +55,13 @@ class DrafterConfig:
     family: str
     vocab: int
     hidden: int
+    structure: dict[str, Any] = dataclasses.field(default_factory=dict, kw_only=True)
 
     def __post_init__(self):
+        known = isinstance(self.structure, dict) and self.structure.keys() <= {"width", "nodes", "tree"}
+        if not known or "." in str(self.structure.get("tree")):  # a file would be one outside of the folder
+            given = shorten(self.structure)
+            raise ValueError(f"structure: got {given}, expected tree=chain, or a tree such as width=4,nodes=16")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, list):  # as JSON has it
@@ -115,14 +122,22 @@ class NetworkDrafter(Generic[TargetT]):
         """An untrained drafter for a target. `options` are fields of the configuration."""
         target = cls.subject(target)
         torch.manual_seed(seed)
-        return cls(cls.head_class(cls.config_for(target, **options)), target)  # type: ignore[call-arg]
+        return cls.around(cls.head_class(cls.config_for(target, **options)), target)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: TargetT, **options: Any) -> Self:
         """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor."""
         target = cls.subject(target)
         head = read(folder, cls.head_class, lambda config: cls.check_target(config, target))
-        return cls(head, target, **options)  # type: ignore[call-arg]
+        return cls.around(head, target, **options)
+
+    @classmethod
+    def around(cls, head: Any, target: TargetT, **options: Any) -> Self:
+        """A drafter with a network, in the structure of its configuration unless `options` have another one."""
+        options = options if {"width", "nodes"} & options.keys() else {**head.config.structure, **options}
+        tree = options.pop("tree", None)
+        drafter: Any = cls(head, target, **options)  # type: ignore[call-arg]
+        return drafter if tree is None else drafter.shaped(tree)
 
     def head_in(self, dtype: torch.dtype) -> Any:
         """The network in a dtype: itself, or a copy."""
@@ -149,7 +164,7 @@ def read_config(folder: str | Path, kind: type[Any]) -> Any:
     if data.pop("kind", None) != kind.kind:
         raise ValueError(f"drafter: {folder} has a {CONFIG} of another kind, expected kind {kind.kind!r}")
     fields = {f.name: f for f in dataclasses.fields(kind.config_class)}
-    required = {n for n, f in fields.items() if f.default is dataclasses.MISSING}
+    required = {n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING}
     strange, missing = sorted(set(data) - set(fields)), sorted(required - set(data))
     if strange or missing:
         found = f"the unknown entry {shorten(strange[0])}" if strange else f"no entry {missing[0]!r}"

@@ -100,6 +100,7 @@ class StructuredDrafter(Drafter):
             raise ValueError(f"tree: got {tree!r} for {type(self).__name__}, expected a drafter that builds trees")
         if tree == "dynamic" and self.width == 1:
             raise ValueError("tree: got 'dynamic' with width 1, expected a width of 2 or more")
+        self.paths = ()
         if tree == "chain":
             self.width = 1
         elif tree == "opt":

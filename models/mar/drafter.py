@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from visspec import tree as trees
 from visspec.distributions import Denoising, Trajectory
-from visspec.models.mar.model import MARImageModel, load
+from visspec.models.mar.model import load
 from visspec.models.mar.target import DrawnVectors, MARImages, MARTarget
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -22,7 +23,7 @@ class SmallMAR(Drafter):
         self.small = MARTarget(small)
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, target: MARImageModel) -> SmallMAR:
+    def from_pretrained(cls, folder: str | Path, target: Any) -> SmallMAR:
         """Load a checkpoint folder, strictly. target: a model, for its device."""
         return cls(MARImages(load(folder).to(target.device)))
 

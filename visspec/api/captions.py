@@ -99,7 +99,10 @@ def process_batch(processor, images: Sequence, requests: Sequence[str]) -> dict[
 
 
 def process_chats(
-    processor, chats: Sequence[Sequence[dict[str, Any]]], media: Sequence[Sequence[Image | Clip]]
+    processor,
+    chats: Sequence[Sequence[dict[str, Any]]],
+    media: Sequence[Sequence[Image | Clip]],
+    render: Callable[..., str] = chat_text,
 ) -> dict[str, Any]:
     """A processor's output for conversations and their PIL images and clips, left-padded, on the CPU; a tokenizer's for
     conversations without any. Raises ValueError for a text with an image token, as its image has one, and for images or
@@ -107,7 +110,7 @@ def process_chats(
     """
     tokenizer_of(processor).padding_side = "left"
     if isinstance(processor, PreTrainedTokenizerBase):
-        return _process_texts(processor, chats, media)
+        return _process_texts(processor, [render(processor, chat) for chat in chats], media)
     images = [[one for one in own if not isinstance(one, Clip)] for own in media]
     clips = [one for own in media for one in own if isinstance(one, Clip)]
     if clips and getattr(processor, "video_processor", None) is None:
@@ -124,7 +127,7 @@ def process_chats(
     if clips:
         options |= {"videos": [clip.frames for clip in clips], "video_metadata": [clip.metadata for clip in clips]}
         options |= {"do_sample_frames": False}
-    texts = [chat_text(processor, chat) for chat in chats]
+    texts = [render(processor, chat) for chat in chats]
     return dict(processor(text=texts, **options, return_tensors="pt", padding=True))
 
 
@@ -133,12 +136,12 @@ def tokenizer_of(processor) -> Any:
     return getattr(processor, "tokenizer", processor)
 
 
-def _process_texts(tokenizer: PreTrainedTokenizerBase, chats: Sequence, media: Sequence[Sequence]) -> dict[str, Any]:
+def _process_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str], media: Sequence[Sequence]) -> dict[str, Any]:
     if any(media):
         raise ValueError("image: got one, expected text alone: this model generates text and sees no pictures")
     if tokenizer.pad_token is None:  # what it says is not attended to
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
-    texts, special = [chat_text(tokenizer, chat) for chat in chats], not tokenizer.chat_template
+    special = not tokenizer.chat_template
     return dict(tokenizer(text=texts, return_tensors="pt", padding=True, add_special_tokens=special))
 
 

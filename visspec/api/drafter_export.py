@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,22 +54,21 @@ def finish(
     trainer: Trainer,
     history: list[dict],
     model: PreTrainedModel,
-    draft: dict[str, Any],
     held: int,
     form: str | None = None,
     use: str = USE,
+    chosen: Mapping[str, Any] | None = None,
 ) -> None:
     """What follows training, in the first process: the card of a drafter, README.md beside its weights, and its export
     into a folder of the name `form`.
 
-    history: validations; draft: its preset's trees; held: items that validate; use: code of the card.
+    history: validations; held: items that validate; use: code of the card; chosen: the structure and its figures.
     """
     if trainer.workers.rank:
         return
     folder, record, best = trainer.folder, trainer.provenance, trainer.best.get("step")
     figures = {"steps": trainer.plan.steps, **next((found for found in history if found["step"] == best), {})}
-    options = ",".join(f"{name}={value}" for name, value in draft.items())
-    spec = f"{folder}:{options}" if options else str(folder)
+    figures |= chosen or {}
     settings = record["settings"]
     about = {"data": f"{Path(record['data']).name}, {settings['data']}", "seed": record["seed"]}
     figures = {"best at step" if name == "step" else name: value for name, value in figures.items()}
@@ -77,7 +77,7 @@ def finish(
     preset = f"preset `{record['preset']}`" if record["preset"] else "visspec's own form"
     known = {
         "target": record["target"],
-        "use": use.format(target=record["target"], spec=spec),
+        "use": use.format(target=record["target"], spec=str(folder)),
         "whose": whose,
         "preset": preset,
         "rows": rows,
@@ -87,7 +87,7 @@ def finish(
     (folder / "README.md").write_text(CARD.format(**known), encoding="utf-8")
     if form is not None:
         registry.drafter(str(folder), model)[0].export(folder / form, form, record["target"])
-    say(f"{folder} holds the drafter, and README.md says how to use it (--drafter {spec})")
+    say(f"{folder} holds the drafter, and README.md says how to use it (--drafter {folder})")
 
 
 def export(folder: str | Path, form: str, out: str | Path, target: str | None = None, **hardware: Any) -> str:

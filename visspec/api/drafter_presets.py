@@ -50,7 +50,7 @@ def of_preset(name: str | None, model, options: dict[str, Any]) -> tuple[dict[st
     """Fields of the network of a preset for a model, with what is asked for in its place, and the preset."""
     found = registry.recipe(name)
     text = model.config.get_text_config()
-    network, depth = {**found.network, **options}, text.num_hidden_layers
+    network, depth = {"structure": found.draft, **found.network, **options}, text.num_hidden_layers
     if "layers" in network and "layers" not in options:
         network["layers"] = min(network["layers"], max(depth // 4, 1))
     for name in {"markov", "selector"} & {*network}:
@@ -69,7 +69,7 @@ def of_preset(name: str | None, model, options: dict[str, Any]) -> tuple[dict[st
 
 def check_preset(name: str | None, asked: dict[str, Any], found: Recipe) -> None:
     """Raises ValueError for values that a preset has no place for."""
-    known = {*found.network, "intermediate", *(("draft_vocab",) if found.kind == "eagle" else ())}
+    known = {*found.network, "intermediate", "structure", *(("draft_vocab",) if found.kind == "eagle" else ())}
     if strange := sorted(set(asked) - known):
         where = f"with the preset {name!r}" if name else "without a preset"
         raise ValueError(f"{strange[0]}: got {asked[strange[0]]} {where}, which has no such value, expected none")

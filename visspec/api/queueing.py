@@ -67,7 +67,7 @@ class Ticket(NamedTuple):
     """Of a prompt in the stream."""
 
     number: int
-    id: object  # the caller's, which may be anything
+    id: Any  # the caller's, which may be anything
 
 
 class RequestBuilder:

@@ -316,6 +316,14 @@ def prompts(path: Path) -> Iterator[Record]:
     return (_of_prompt(name, line, path.suffix.lower() == ".jsonl") for name, line in _lines(path))
 
 
+def texts(path: Path) -> list[str]:
+    """All prompts of such a file. Raises ValueError for a line without one, and for a file without any."""
+    read = list(prompts(path))
+    if error := next((record.error for record in read if record.error is not None), None if read else f"{path}: empty"):
+        raise ValueError(f"prompts: {error}")
+    return [str(record.prompt) for record in read]
+
+
 def _of_prompt(name: str, line: bytes, is_json: bool) -> Record:
     try:
         text = line.decode().strip()

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,13 @@ from torch import Tensor
 
 from visspec import registry
 from visspec.accept.exact import Exact
-from visspec.api import drafter_export, requests
+from visspec.api import drafter_export, requests, self_prompts
 from visspec.api import dry_run as dry_runs
 from visspec.api import loading as targets
 from visspec.api.captions import default_prompt, move_inputs, process_chats, tokenizer_of
 from visspec.api.conversations import Message
 from visspec.api.drafter_presets import check_preset, focused_state, frequent, of_preset
+from visspec.api.drafter_structure import LEAST, MOST, TOKENS, choose, name_of, taus
 from visspec.api.progress import Progress
 from visspec.api.train_options import DrafterTraining
 from visspec.api.train_processes import workers
@@ -37,11 +39,10 @@ from visspec.train.capture import AnsweredRequest
 from visspec.train.loop import DRAFTER, PROGRESS, RUN, SingleProcess, Trainer, checkpoint
 from visspec.train.options import TrainingOptions
 from visspec.train.store import Store
-from visspec.train.validation import measure
 from visspec.types import Request
 
 # Options of a drafter's network.
-NETWORK = ("image_latents", "draft_vocab", "block", "layers", "intermediate")
+NETWORK = ("image_latents", "draft_vocab", "block", "layers", "intermediate", "structure")
 STEPS, STEP_ROWS, GROUP = 2000, 8, 8
 
 
@@ -191,14 +192,17 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     resume, dry_run, rows, seed = asked.resume and not asked.dry_run, asked.dry_run, asked.rows, asked.seed
     if not dry_run:
         check_out(Path(out), resume, asked.overwrite)
-    items = TrainingData(data, asked.answers, asked.ignore, default_prompt(target))
     device, several = device_of(asked)
+    read = partial(TrainingData, answers=asked.answers, ignore=asked.ignore, prompt=default_prompt(target))
+    count = self_prompts.count_of(asked, several.world > 1 or device == "tp")
+    items = None if count else read(data)
     if dry_run:
         shallow = dry_runs.PRESET_LAYERS if asked.preset else dry_runs.LAYERS
         model, processor, whole = dry_runs.shallow(str(target), shallow, device=device, dtype=asked.dtype)
     else:
         how: dict[str, Any] = {"device": device, "dtype": asked.dtype, "trust_remote_code": asked.trust_remote_code}
         model, processor = targets.load(str(target), **how)
+    items = items or read(self_prompts.write(model, processor, asked, count))
     training, validating = items.hold_out(asked.eval_rows, seed)
     network, found = of_preset(asked.preset, model, network_of(asked))
     plan = {**found.plan, **plan}
@@ -220,7 +224,7 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
         drafter_export.say(what_is_seen(items, len(training), len(validating), planned, lessons, asked.answers))
     if network.get("fusion") == "cross" and not resumed:
         network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
-    drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(found.kind), found.draft, **network)
+    drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(found.kind), **network)
     if asked.export is not None:
         drafter.check_form(asked.export)
     if dry_run:
@@ -236,8 +240,13 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     shared: dict[str, Any] = {"target": Path(target).name, "data": items.digest, "dtype": str(model.dtype)}
     shared |= {name: getattr(asked, name) for name in ("answers", "max_new_tokens", "max_pixels", "eval_rows")}
     record["settings"] = shared | {name: getattr(asked, name) for name in ("preset", *NETWORK)}
-    validate = TextValidation(model, drafter, lambda temperature: [check(0, temperature) for check in checks])
-    trainer = Trainer(validate.target, drafter, Exact(), prompts, planned, out, record, validate, several)
+
+    def held_out(temperature: float) -> list[Request]:
+        return [check(0, temperature) for check in checks]
+
+    answering = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
+    validate = partial(taus, model, drafter, held_out)
+    trainer = Trainer(answering, drafter, Exact(), prompts, planned, out, record, validate, several)
     if asked.store is not None:
         read = {"layers": [*drafter.traits.feature_layers], "rows": prompts.rows, "text_until": total}
         keep_answers(trainer, asked.store, {**shared, **read, "seed": seed}, requests_of(planned, lessons))
@@ -245,7 +254,11 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     if reader.bad:
         last, count = [*reader.bad.values()][-1], len(reader.bad)
         drafter_export.say(f"{count} items could not be read and others took their place, the last of them: {last}")
-    drafter_export.finish(trainer, history, model, found.draft, len(validating), asked.export)
+    chosen: dict[str, Any] = {"structure": name_of(drafter.config.structure)}
+    if several.rank == 0 and device != "tp" and asked.structure is None and len(validating) >= LEAST:
+        each = [Prompts(model, processor, reader, n, 1, min(most, TOKENS), seed) for n in validating[:MOST].split(1)]
+        chosen = choose(model, trainer.folder, each, held_out)
+    drafter_export.finish(trainer, history, model, len(validating), asked.export, chosen=chosen)
     return history
 
 
@@ -269,7 +282,8 @@ def split(options: Mapping[str, Any], strange: Collection[str] = ()) -> tuple[Dr
 
 def network_of(asked: DrafterTraining) -> dict[str, Any]:
     """The options of the network that are given."""
-    return {name: value for name in NETWORK if (value := getattr(asked, name)) is not None}
+    given = {name: value for name in NETWORK if (value := getattr(asked, name)) is not None}
+    return given | ({"structure": registry.parse(f":{asked.structure}")[1]} if asked.structure else {})
 
 
 def options_of(
@@ -332,34 +346,12 @@ def fresh_or_resumed(
     resume: bool,
     seed: int,
     kind: type[Any] = EagleDrafter,
-    draft: Mapping[str, Any] | None = None,
     **options: Any,
 ):
-    """The drafter of a run's folder when it is to be resumed and there is one, else a new one, of class `kind`. draft:
-    width and nodes of its trees, or another shape of `StructuredDrafter.shaped`.
-    """
-    sizes = {name: value for name, value in (draft or {}).items() if name not in registry.SHAPE}
-    shape = {name: value for name, value in (draft or {}).items() if name in registry.SHAPE}
+    """The drafter of a run's folder when it is to be resumed and there is one, else a new one, of class `kind`."""
     if resume and (saved := checkpoint(out)):
-        drafter = kind.from_pretrained(saved / DRAFTER, model, **sizes)
-    else:
-        drafter = kind.for_model(model, seed=seed, **options)
-        drafter = kind(drafter.head, model, **sizes) if sizes else drafter
-    return drafter.shaped(**shape) if shape else drafter
-
-
-class TextValidation:
-    """tau at temperature 0 and 1 on held-out requests, at the drafter's own depth."""
-
-    def __init__(self, model, drafter: EagleDrafter, held_out: Callable[[float], list[Request]]):
-        self.target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
-        self.drafter, self.held_out = drafter, held_out
-
-    def __call__(self) -> dict[str, float]:
-        found = {}
-        for name, temperature in (("tau_greedy", 0.0), ("tau_sampled", 1.0)):
-            found[name] = round(measure(self.target, self.drafter, self.held_out(temperature)), 3)
-        return found
+        return kind.from_pretrained(saved / DRAFTER, model)
+    return kind.for_model(model, seed=seed, **options)
 
 
 def train(trainer: Trainer, resume: bool) -> list[dict]:

@@ -6,6 +6,7 @@ The command behind `visspec train drafter --target MODEL --prompts FILE --out FO
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ import torch
 
 from visspec import registry
 from visspec.accept.exact import Exact
-from visspec.api import drafter_export
+from visspec.api import drafter_export, sources
 from visspec.api.drafter_presets import check_preset
+from visspec.api.drafter_structure import measure
 from visspec.api.images import ImagePipeline
 from visspec.api.train_drafter import (
     check_out,
@@ -31,16 +33,17 @@ from visspec.api.train_drafter import (
 from visspec.api.training_data import HELD_OUT
 from visspec.io import included
 from visspec.io.provenance import provenance
+from visspec.loop.decode import decode
+from visspec.loop.draft_length import FixedLength
 from visspec.models.eagle.image_drafter import CaptureTarget
 from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import ImageLayout
 from visspec.train.loop import Trainer, checkpoint
-from visspec.train.validation import measure
 from visspec.types import Request
 
 EVAL_ROWS = 16  # prompts that validate
 TEXT_ONLY = "answers ignore epochs max_new_tokens max_pixels max_bad export dry_run".split()  # options
-TEXT_ONLY += "image_latents draft_vocab block".split()
+TEXT_ONLY += "image_latents draft_vocab block images structure".split()
 USE = """from visspec import ImagePipeline
 
 pipe = ImagePipeline.from_pretrained({target!r}, drafter={spec!r})"""
@@ -97,7 +100,7 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
     planned = options_of(asked, {**found.plan, **plan})
     check_out(Path(out), asked.resume, asked.overwrite)
     device, several = device_of(asked)
-    texts = None if prompts is None else read_prompts(prompts)
+    texts = None if prompts is None else sources.texts(prompts)
     if isinstance(target, ImagePipeline):
         pipe, where = target, str(getattr(target.model.config, "name_or_path", ""))
     else:
@@ -111,7 +114,7 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
     grid = {"rows": layout.grid[0], "columns": layout.positions // layout.grid[0]}
     resumed = asked.resume and checkpoint(out) is not None
     lessons, kind = lessons_of(out, resumed, planned, several), registry.drafter_class(found.kind)
-    drafter = fresh_or_resumed(family, out, resumed, seed, kind, found.draft, **{**found.network, **grid, **network})
+    drafter = fresh_or_resumed(family, out, resumed, seed, kind, **{**found.network, **grid, **network})
     eval_rows = asked.eval_rows
     digest = f"{len(texts)} prompts, sha256 {hashlib.sha256(chr(10).join(texts).encode()).hexdigest()[:16]}"
     shared = {"target": Path(where).name, "data": digest, "answers": "target", "dtype": str(pipe.model.dtype), **grid}
@@ -128,7 +131,9 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
 
     def validate() -> dict[str, float]:
         """tau on pictures of held-out prompts, at the drafter's own depth."""
-        return {"tau_sampled": round(measure(capturing, drafter, [each(0) for each in checks]), 3)}
+        fixed = FixedLength(drafter.traits.levels)
+        drawn = partial(decode, capturing, drafter, Exact(), length_policy=fixed)
+        return {"tau_sampled": measure(drawn, [each(0) for each in checks])}
 
     wanted = ImagePrompts(pipe, layout, texts[held:] or texts, rows, seed)
     trainer = Trainer(capturing, drafter, Exact(), wanted, planned, out, record, validate, several)
@@ -136,13 +141,5 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
         settings = {**shared, "batch": rows, "seed": seed}
         keep_answers(trainer, asked.store, settings, requests_of(planned, lessons))
     history = train(trainer, asked.resume)
-    drafter_export.finish(trainer, history, pipe.model, found.draft, held, use=USE)
+    drafter_export.finish(trainer, history, pipe.model, held, use=USE)
     return history
-
-
-def read_prompts(file: str | Path) -> list[str]:
-    """The lines of a file that are not blank. Raises ValueError if there are none."""
-    lines = [line.strip() for line in Path(file).read_text(encoding="utf-8").splitlines() if line.strip()]
-    if not lines:
-        raise ValueError(f"prompts: {file} is empty. Write a prompt on each line.")
-    return lines

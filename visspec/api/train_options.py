@@ -14,9 +14,11 @@ class DrafterTraining(HardwareOptions):
     target: str = option("folder or hub id of the target")
     data: str | None = option(
         "for a drafter of text: a folder or glob of images or videos, .jsonl, .json, .parquet, .tar or hf:NAME, of"
-        " {image, prompt}, `conversations` (LLaVA, ShareGPT) or `messages`; each answer in a record makes an item",
+        " {image, prompt}, `conversations` (LLaVA, ShareGPT) or `messages`; each answer in a record makes an item;"
+        " self: the target, an instruct model, writes 2000 prompts (self:N for N)",
         None,
     )
+    images: str | None = option("with --data self: a folder or glob of pictures that it asks about", None)
     prompts: Path | None = option(
         "for a drafter of image codes: a file with a prompt on each line (an included model's own prompts)", None
     )
@@ -34,6 +36,9 @@ class DrafterTraining(HardwareOptions):
         "context: a table for the default drafter, in minutes and without data; a published drafter: eagle, eagle3,"
         " flash, ...; of images: image-eagle, distilled (docs/train.md)",
         None,
+    )
+    structure: str | None = option(
+        "of drafts: tree=chain, or a tree such as width=4,nodes=16 (the fastest of a few on held-out items)", None
     )
     image_latents: Positive | None = option("vectors that stand for an image (1)", None)
     draft_vocab: Positive | None = option(

@@ -66,7 +66,7 @@ class ScenesOptions(BenchOptions):
         return included.scenes(self.world, processor, use)
 
 
-def measured_on(model: PreTrainedModel, **more: object) -> dict[str, Any]:
+def measured_on(model: PreTrainedModel, **more: Any) -> dict[str, Any]:
     """Fields of a record: the name of the model, and the provenance of its figures."""
     return {"target": getattr(model.config, "_name_or_path", ""), "provenance": provenance(model, **more)}
 

@@ -106,16 +106,12 @@ def run(arguments: Options) -> int | None:
 
 def read_prompts(arguments: Options) -> list[str]:
     """The prompts. Raises ValueError if there is none, or for a line without one."""
-    from visspec.api.sources import prompts
+    from visspec.api import sources
 
-    read = [] if arguments.prompts is None else list(prompts(arguments.prompts))
-    for record in read:
-        if record.error is not None:
-            raise ValueError(record.error)
-    texts = [*arguments.prompt, *(str(record.prompt) for record in read)]
-    if not texts:
+    found = [*arguments.prompt, *([] if arguments.prompts is None else sources.texts(arguments.prompts))]
+    if not found:
         raise ValueError("prompt: got none, expected at least one")
-    return texts
+    return found
 
 
 def read_inpainting(arguments: Options) -> dict[str, Any]:

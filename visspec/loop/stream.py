@@ -32,7 +32,7 @@ Together = Callable[[Sequence[Request]], Request | None]
 class Answer:
     """The result of one request. With an error, `tokens` are those that came before it."""
 
-    id: object
+    id: Any
     tokens: list[int] = field(default_factory=list)
     ended: str | None = None  # as `stats.ended_by`
     origin: list[str] = field(default_factory=list)  # of each token, as in `types.Trace`

@@ -1,0 +1,84 @@
+"""The structure of a trained drafter's drafts, a chain or a tree of a stated size: measured, chosen and stored.
+
+config.json of a drafter states it, and `accelerate(model, folder)` drafts so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from visspec import registry
+from visspec.api.accelerate import accelerate
+from visspec.api.drafter_export import say
+from visspec.eval.bench import paired
+from visspec.eval.bench.clock import seconds_of, waiter
+from visspec.io.checkpoint import CONFIG, read_json
+from visspec.io.files import write_json
+from visspec.types import Drafter, Request, State
+
+CHAIN = "tree=chain"
+TREES = ("width=3,nodes=8", "width=4,nodes=16")  # tried beside a chain and the preset's own structure
+LEAST, MOST = 4, 9  # held-out prompts that a choice takes; the first one warms up
+TOKENS = 128  # of an answer to one
+HeldOut = Callable[[float], Iterable[Request]]  # requests of a validation, by temperature
+
+
+def name_of(structure: dict[str, Any]) -> str:
+    """A structure as options of a drafter's name."""
+    return registry.joined("", structure)[1:] or CHAIN
+
+
+def measure(decode: Callable[[Request], State], requests: Iterable[Request]) -> float:
+    """tau over all requests, as in `Stats`: tokens committed per target pass, bonus token included."""
+    rounds = [one for request in requests for one in decode(request).trace.rounds]
+    return round(sum(sum(one.committed) for one in rounds) / max(sum(len(one.committed) for one in rounds), 1), 3)
+
+
+def taus(model: PreTrainedModel, drafter: Drafter, held_out: HeldOut) -> dict[str, float]:
+    """tau at temperature 0 and 1, decoded as by `accelerate(model, drafter, adaptive=False)`."""
+    decode = accelerate(model, drafter, adaptive=False, graphs=False, debug=True).setup.decode
+    return {name: measure(decode, held_out(heat)) for name, heat in (("tau_greedy", 0.0), ("tau_sampled", 1.0))}
+
+
+def choose(
+    model: PreTrainedModel, folder: Path, prompts: Sequence[Callable[..., Request]], held_out: HeldOut
+) -> dict[str, Any]:
+    """Measure structures of a saved drafter, and store the fastest one in its folder.
+
+    Each answers the same prompts in turns, under the default draft-length policy. A tree has to be faster than a chain
+    by more than the noise, the 95 % interval over prompts.
+
+    Args:
+        prompts: Requests of one row, by number and temperature.
+
+    Returns:
+        The structure, its speed over plain decoding, and `taus` of the folder as it is loaded; these are printed.
+    """
+    say(f"measuring structures of drafts on {len(prompts) - 1} held-out prompts")
+    config = read_json(folder, CONFIG)
+    names = list(dict.fromkeys([CHAIN, *TREES, name_of(config["structure"])]))
+    setups = {name: accelerate(model, f"{folder.resolve()}:{name}").setup for name in names} | {
+        "": accelerate(model, None).setup
+    }
+    runs: dict[str, list[paired.ArmRun]] = {name: [] for name in setups}
+    for number, order in paired.turns([*setups], len(prompts)):
+        for name in order:
+            answer = partial(setups[name].decode, prompts[number](0, 0.0))
+            seconds, state = seconds_of(answer, waiter(model.device))
+            if number:
+                runs[name].append(paired.ArmRun.of_trace(seconds, state.tokens, state.trace, 0.0))
+    found = {name: {"structure": name} | paired.over("speedup", runs[""], runs[name]) for name in names}
+    for name in names:
+        print(json.dumps(found[name] | {"tau_adaptive": paired.tau(runs[name])["tau"]}))
+    faster = [name for name in names if paired.compare(runs[CHAIN], runs[name])["speedup_ci95"][0] > 1]
+    best = max(faster, key=lambda name: found[name]["speedup"], default=CHAIN)
+    write_json(folder / CONFIG, config | {"structure": registry.parse(f":{best}")[1]})
+    chosen = found[best] | taus(model, registry.drafter(folder.resolve(), model)[0], held_out)
+    print(json.dumps(chosen))
+    return chosen

@@ -1,0 +1,115 @@
+"""Prompts that a model writes itself: `visspec train drafter --data self`.
+
+An instruct model that reads its chat template up to where the user's text begins goes on as a user would (Magpie, arXiv
+2406.08464). A vision-language model that reads a picture there asks about it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from visspec.api.accelerate import accelerate
+from visspec.api.captions import chat_text, move_inputs, process_chats, tokenizer_of
+from visspec.api.drafter_export import say
+from visspec.api.progress import Progress
+from visspec.api.sources import seed_of
+from visspec.api.train_options import DrafterTraining
+from visspec.api.training_data import of_files, read_media
+from visspec.io.files import Journal
+
+COUNT = 2000
+TRIES = 4  # samples of a wanted prompt, at most
+MARK = "visspec"  # the user's text while a template is rendered
+
+
+def count_of(asked: DrafterTraining, several: bool) -> int:
+    """How many prompts "self" or "self:N" asks for; 0 for other data. Raises ValueError for options that don't go
+    together. several: more than one process.
+    """
+    found = re.fullmatch(r"self(:[1-9]\d*)?", str(asked.data))
+    if found is None and asked.images is not None:
+        raise ValueError(f"images: got them with --data {asked.data}, which names its own. Use them with --data self.")
+    if found is not None and (several or asked.dry_run):
+        raise ValueError("data: got self in a dry run or several processes. Write the prompts in one process first.")
+    return 0 if found is None else int((found[1] or f":{COUNT}")[1:])
+
+
+def user_turn(*kinds: str) -> list[dict[str, Any]]:
+    """A conversation of pictures or videos and `MARK`."""
+    return [{"role": "user", "content": [*({"type": kind} for kind in kinds), {"type": "text", "text": MARK}]}]
+
+
+def opening(processor: Any, messages: Sequence[dict[str, Any]]) -> str:
+    """The chat template up to where the text of the user begins."""
+    return chat_text(processor, messages).partition(MARK)[0]
+
+
+def write(model: PreTrainedModel, processor: Any, asked: DrafterTraining, count: int) -> Path:
+    """Let a model write prompts into prompts.jsonl of the folder `out`; a run that was ended goes on where it was.
+
+    Returns the file, as `TrainingData` reads it. Raises ValueError for a model without a chat template, and if no
+    sample is a prompt.
+    """
+    if not getattr(processor, "chat_template", None):
+        raise ValueError("data: got self for a model without a chat template. Pass a file of prompts.")
+    images = of_files(str(Path(asked.images).resolve()), ()) if asked.images else None
+    tokenizer, own = tokenizer_of(processor), model.generation_config.eos_token_id
+    ends = {*tokenizer.all_special_ids, *(own if isinstance(own, list) else [own])} - {None}
+    closing = [*chat_text(processor, user_turn()).partition(MARK)[2].split(), "\0"][0]  # where it is no special token
+
+    def about(number: int) -> Mapping[str, str]:
+        return images.read(number % images.count) if images else {}
+
+    def entry(number: int) -> Any:
+        """The inputs of a sample, or why there are none."""
+        try:
+            media = [read_media(Path(name), asked.max_pixels) for name in about(number).values()]
+            inputs = process_chats(processor, [user_turn(*about(number))], [media], opening)
+        except (ValueError, OSError) as error:
+            return number, error
+        return move_inputs(inputs, model) | {"id": number, "seed": seed_of(asked.seed, str(number))}
+
+    options = {"max_new_tokens": asked.max_new_tokens, "eos_token_id": sorted(ends)}
+    options |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    settings = {"target": asked.target, "images": asked.images, "seed": asked.seed, **options}
+    fast, path, samples = accelerate(model, "context", tokenizer=tokenizer), asked.out / "prompts.jsonl", Counter[str]()
+    with Journal(path, settings) as journal, Progress("prompts", count) as bar:
+        seen = set(map(words_of, journal))
+        first = max(map(int, journal.done), default=-1) + 1
+        numbers = range(first, first + TRIES * (count - len(seen)))
+        answers = fast.stream(map(entry, numbers), slots=asked.rows, **options)
+        while len(seen) < count and (answer := next(answers, None)) is not None:
+            text, closed, _ = (answer.text or "").partition(closing)
+            row = {"id": str(answer.id), **about(answer.id), "prompt": text.strip()}
+            checks = {
+                "unread": answer.error is not None,
+                "cut": not closed and answer.ended != "eos",
+                "empty": len(words_of(row)) == 1,
+                "duplicate": words_of(row) in seen,
+                "new": True,
+            }
+            kind = next(name for name, found in checks.items() if found)
+            samples[kind] += 1
+            if kind == "new":
+                seen.add(words_of(row))
+                journal.add(row)
+            bar.update(len(seen), samples)
+        answers.close()
+    share = samples["duplicate"] / max(samples["duplicate"] + samples["new"], 1)
+    say(
+        f"{path} holds {len(seen):,} prompts; {share:.1%} duplicates among {samples.total():,} samples: {dict(samples)}"
+    )
+    if not seen:
+        raise ValueError(f"data: got no prompt from {asked.target}. Pass a file of prompts.")
+    return path
+
+
+def words_of(row: Mapping[str, str]) -> tuple[str | None, ...]:
+    """What a prompt shares with its duplicates: its picture or video, and its words, whatever their case."""
+    return row.get("image") or row.get("video"), *re.findall(r"\w+", row["prompt"].casefold())
