@@ -75,7 +75,7 @@ def write(model: PreTrainedModel, processor: Any, asked: DrafterTraining, count:
             return number, error
         return move_inputs(inputs, model) | {"id": number, "seed": seed_of(asked.seed, str(number))}
 
-    options = {"max_new_tokens": asked.max_new_tokens, "eos_token_id": sorted(ends)}
+    options: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "eos_token_id": sorted(ends)}
     options |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     settings = {"target": asked.target, "images": asked.images, "seed": asked.seed, **options}
     fast, path, samples = accelerate(model, "context", tokenizer=tokenizer), asked.out / "prompts.jsonl", Counter[str]()

@@ -248,8 +248,8 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     validate = partial(taus, model, drafter, held_out)
     trainer = Trainer(answering, drafter, Exact(), prompts, planned, out, record, validate, several)
     if asked.store is not None:
-        read = {"layers": [*drafter.traits.feature_layers], "rows": prompts.rows, "text_until": total}
-        keep_answers(trainer, asked.store, {**shared, **read, "seed": seed}, requests_of(planned, lessons))
+        stored = {"layers": [*drafter.traits.feature_layers], "rows": prompts.rows, "text_until": total}
+        keep_answers(trainer, asked.store, {**shared, **stored, "seed": seed}, requests_of(planned, lessons))
     history = train(trainer, resume)
     if reader.bad:
         last, count = [*reader.bad.values()][-1], len(reader.bad)
