@@ -93,7 +93,6 @@ MISTAKES = {
     "serve --slots 0": "--slots",
     "serve --batch-invariant --prefix-cache 9": "--prefix-cache: got it with --batch-invariant, which keeps no prompts",
     "serve --host 999.1.1.1": "--host, --port: can't listen on 999.1.1.1, 8000",
-    "answer {}/photo.png x --drafts captioner captioner --model captioner --template {y}": "{question} and {paths}",
     "convert lantern {}/empty --out {}/out": "checkpoint: {}/empty has no config.json",
     "tune --model captioner --prompts {}/photo.txt": "'llava' draws no images",
     "serve --model painter": "painter draws images and writes no text. Use `visspec generate`",

@@ -134,9 +134,9 @@ class NetworkDrafter(Generic[TargetT]):
     @classmethod
     def around(cls, head: Any, target: TargetT, **options: Any) -> Self:
         """A drafter with a network, in the structure of its configuration unless `options` have another one."""
-        options = options if {"width", "nodes"} & options.keys() else {**head.config.structure, **options}
-        tree = options.pop("tree", None)
-        drafter: Any = cls(head, target, **options)  # type: ignore[call-arg]
+        structure = {} if {"width", "nodes"} & options.keys() else dict(head.config.structure)
+        tree = structure.pop("tree", None)
+        drafter: Any = cls(head, target, **structure, **options)  # type: ignore[call-arg]
         return drafter if tree is None else drafter.shaped(tree)
 
     def head_in(self, dtype: torch.dtype) -> Any:

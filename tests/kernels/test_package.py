@@ -49,7 +49,7 @@ def spilled(built):
         command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
         return int(re.search("STACK:([0-9]+)", subprocess.check_output(command, text=True))[1])
 
-tree = ("*i64 *i64 *fp32 *fp32 *fp32 *fp32 *fp32 *i64 *fp32 *i32 *i64 *i64 *i64 *fp32 *fp32 "
+tree = ("*i64 *i64 *fp32 *fp32 *fp32 *fp32 *fp32 *i64 *fp32 *i32 *i64 *i64 *i64 *fp32 "
         "i32 i32 i32 i32 i32 i32 fp32 fp32")
 blocks = dict(TINY=1e-30, BLOCK_N=64, BLOCK_V=1024, BLOCK_K=1024)
 build(accept._accept_tree_kernel, tree, DRAWN=False, MASS=False, NEAR=True, LAM=True, ONCE=True, **blocks)

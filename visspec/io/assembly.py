@@ -35,7 +35,7 @@ def assemble(parts: Path, base: Path, tower: Path, out: Path) -> Path:
     if not (parts / WEIGHTS).is_file():
         raise ValueError(f"model: {parts.name} has no weights yet. Its script makes them: {parts / 'train.py'}.")
     made_of = max(file.stat().st_mtime for file in (base / WEIGHTS, tower / WEIGHTS, *parts.iterdir()))
-    if (out / CONFIG).is_file() and (out / WEIGHTS).stat().st_mtime >= made_of:
+    if (out / CONFIG).is_file() and (out / WEIGHTS).stat().st_mtime > made_of:
         return out
     tensors = {f"language_model.{name}": t for name, t in read_tensors(base).items()}
     dtype = tensors["language_model.model.norm.weight"].dtype
