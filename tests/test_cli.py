@@ -20,6 +20,7 @@ from rich.console import Console
 
 import visspec
 from tests.doubles import refused
+from tests.tiny import llama
 from visspec import registry
 from visspec.api import loading
 from visspec.api.captions import PROMPT
@@ -58,8 +59,10 @@ def test_captions_are_printed_and_kept(pictures, tmp_path, capsys):
     assert said.count("tau") == 2
 
 
-def test_the_gpu_is_used_where_there_is_one(monkeypatch, tmp_path, capsys):
-    """By the loaders of Python and by commands that name no device; this torch has no CUDA, which says who asked."""
+def test_the_gpu_is_used_where_there_is_one(monkeypatch, tmp_path, capsys, caplog):
+    """By the loaders of Python and by commands that name no device; this torch has no CUDA, which says who asked. A
+    model that was loaded on a CPU gets a warning.
+    """
     there = "cuda" if torch.cuda.is_available() else "cpu"
     assert visspec.ImagePipeline.from_pretrained("painter").device.type == there
     if there == "cuda":
@@ -75,6 +78,8 @@ def test_the_gpu_is_used_where_there_is_one(monkeypatch, tmp_path, capsys):
     for command in (["generate", "a photo of three stars"], ["bench", "kernels"]):
         assert main(command) == 2 and "device: got 'cuda'" in capsys.readouterr().err
     assert visspec.ImagePipeline.from_pretrained("painter", device="cpu").device.type == "cpu"
+    visspec.accelerate(llama(), None)
+    assert "on the CPU, and this machine has a GPU" in caplog.text
 
 
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in ("bench", "train", "eval")])

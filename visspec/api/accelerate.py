@@ -88,6 +88,8 @@ def accelerate(
         drafter, levels = found.drafter if drafter == "auto" else drafter, levels or found.levels
         acceptance = found.acceptance if acceptance == "exact" else acceptance
     length = "fixed" if length is None and not adaptive else length
+    if torch.cuda.is_available() and getattr(model, "device", None) == torch.device("cpu"):
+        logger.warning("The model is on the CPU, and this machine has a GPU. Call model.to('cuda') first to use it.")
     return Accelerated(
         model,
         SetupOptions(drafter, acceptance, levels, length, probe, compile, graphs, debug, batch_invariant),
