@@ -191,5 +191,6 @@ def test_processor_takes_both_call_forms_and_odd_images():
 @pytest.mark.parametrize("folder", sorted(path.parent for path in included.FOLDER.glob("*/provenance.json")), ids=str)
 def test_provenance_says_which_code_trained_the_weights(folder):
     record = json.loads((folder / "provenance.json").read_text())
-    assert re.fullmatch(r"visspec/toys/recipes/\w+\.py at tag before-reduction|train_context", record["recipe"])
+    own = rf"models/zoo/{folder.name}/train\.py"
+    assert re.fullmatch(rf"visspec/toys/recipes/\w+\.py at tag before-reduction|train_context|{own}", record["recipe"])
     assert "python -m visspec.toys" not in (folder / "README.md").read_text()

@@ -117,15 +117,15 @@ def caption_section(name: str, count: int, console: Console) -> Section:
     from visspec.io import included
     from visspec.loop.stats import COLOURS
 
-    images = included.scenes(name).images(count, first=FIRST)
+    other, *images = included.scenes(name).images(count + 1, first=FIRST - 1)
     real = name == "shapes" and (included.PUBLISHED / "smollm2").is_dir()
     captioner, drafter = PUBLISHED if real else WORLDS[name]
     model, processor = loading.load(captioner)
     fast = accelerate(model, drafter or "auto", tokenizer=processor.tokenizer)
     options = {"max_new_tokens": 160, "do_sample": False}
     inputs = [prepare(processor, [image], PROMPT, model) for image in images]
-    for generate in (model.generate, fast.generate, fast.generate):
-        generate(**inputs[0], **options)
+    for generate in (model.generate, fast.generate, fast.generate):  # of another scene: drafters may remember answers
+        generate(**prepare(processor, [other], PROMPT, model), **options)
     view, section = Table(name, "transformers", "visspec", "faster", "tau", "same words"), Section(name)
     for i, (image, prompt) in enumerate(zip(images, inputs), 1):
         slow, stock = seconds_of(partial(model.generate, **prompt, **options))

@@ -9,7 +9,7 @@ MODELS = {
     "captioner-small": IncludedModel("a smaller one of the same words", "assistant", "captioner"),
     "captioner-emoji": IncludedModel("captions scenes of emoji"),
     "captioner-smollm2": IncludedModel(
-        "captions scenes of shapes by SmolLM2-135M; its train.py makes the weights", parts=("smollm2", "captioner")
+        "captions scenes of shapes by SmolLM2-135M (make real)", parts=("smollm2", "captioner")
     ),
     "painter": IncludedModel("draws coloured shapes, code by code"),
     "painter-lowres": IncludedModel("its sibling of a quarter of the codes", "lowres", "painter"),

@@ -1,7 +1,8 @@
 """Trains `captioner-smollm2` on rendered scenes: SmolLM2-135M-Instruct (`make real`) with the vision tower of
-`captioner`, a new projector and LoRA. Writes model.safetensors beside this file.
+`captioner`, a new projector and LoRA. Writes model.safetensors beside this file. With FIRST it goes on from there, with
+the conversations that follow those of so many steps.
 
-python -P models/zoo/captioner-smollm2/train.py STEPS
+python -P models/zoo/captioner-smollm2/train.py STEPS [FIRST]
 """
 
 import random
@@ -14,7 +15,7 @@ import peft
 import torch
 import transformers
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import pad
 from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
@@ -26,7 +27,7 @@ from visspec.toys.world.palette import COLOURS
 from visspec.toys.world.render import render
 from visspec.toys.world.scene import scene_from_seed
 
-HERE, ROWS, RANK = Path(__file__).resolve().parent, 8, 16
+HERE, WEIGHTS, ROWS, RANK = Path(__file__).resolve().parent, "model.safetensors", 8, 16
 DETAIL = (PROMPT, PROMPT_OF_OTHERS, "Please describe the picture.")
 BRIEF = ("What do you see?", "Describe the image briefly.", "What is in this picture?")
 FRAMES = ("{P} there is {d}.", "{D} is {p}.", "{P} I see {d}.")
@@ -36,7 +37,7 @@ PADDING = re.compile(r"^(<\|im_end\|>)+|(?<=<\|im_end\|>)(<\|im_end\|>)+$")
 
 
 def turns(scene, rng, kind):
-    """A request and a caption, long or short, or three questions about count, ground, colors and places."""
+    """A request and a caption, long or short, or six questions about count, ground, colors and places."""
     things, count = scene.things, NUMBERS[len(scene.things)]
     names, places, ground = [*map(THING.format, things)], [PLACES[t.cell] for t in things], f"{scene.ground} grey"
     if kind == "brief":
@@ -57,7 +58,7 @@ def turns(scene, rng, kind):
         if sum(thing.kind == other.kind for other in things) == 1:
             found += [(f"What color is the {thing.kind}?", f"The {thing.kind} is {thing.colour}.")]
             found += [(f"Where is the {thing.kind}?", f"The {thing.kind} is {place}.")]
-    return rng.sample(found, 3)
+    return rng.sample(found, min(len(found), 6))
 
 
 def conversation(number, processor, texts):
@@ -66,7 +67,7 @@ def conversation(number, processor, texts):
     chat: list[dict] = []
     if number // ROWS % 2 and row == 0:
         return rng.choice(texts), None
-    for request, answer in turns(scene, rng, "detailed" if number // ROWS % 2 else "brief" if row < 5 else "questions"):
+    for request, answer in turns(scene, rng, "detailed" if number // ROWS % 2 else "brief" if row < 2 else "questions"):
         shown = [] if chat else [{"type": "image"}]
         chat += [{"role": "user", "content": [*shown, {"type": "text", "text": request}]}]
         chat += [{"role": "assistant", "content": [{"type": "text", "text": answer}]}]
@@ -101,11 +102,13 @@ def save(projector, language=None):
             tensors[f"language_model.model.{name}.lora_A"] = module.lora_A["default"].weight
             tensors[f"language_model.model.{name}.lora_B"] = module.lora_B["default"].weight * module.scaling["default"]
     tensors = {name: tensor.detach().half().contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, HERE / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, HERE / WEIGHTS, metadata={"format": "pt"})
 
 
 def main():
     torch.manual_seed(0)
+    steps, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    stored = {name: tensor.float() for name, tensor in load_file(HERE / WEIGHTS).items()} if first else {}
     save(LlavaMultiModalProjector(transformers.AutoConfig.from_pretrained(HERE)))
     model, processor = loading.load(HERE.name)  # a stock model, and a projector that knows nothing yet
     language, projector = model.model.language_model, model.model.multi_modal_projector
@@ -128,14 +131,24 @@ def main():
     projector.linear_2.load_state_dict({"weight": found[:-1].T, "bias": found[-1]})
     projector.linear_1.register_forward_pre_hook(lambda _, given: ((given[0] - mean) / std,))
     peft.inject_adapter_in_model(peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=r".*_proj"), language)
+    if first:
+        projector.load_state_dict({name.partition(".")[2]: t for name, t in stored.items() if ".lora_" not in name})
+        with torch.no_grad():  # which reads normalized features here
+            projector.linear_1.bias += projector.linear_1.weight @ mean
+            projector.linear_1.weight *= std
+        for name, weight in language.named_parameters():
+            if ".lora_" in name:
+                weight.data.copy_(stored[f"language_model.model.{name.removesuffix('.default.weight')}"])
+                weight.data /= 2 if ".lora_B" in name else 1  # the scale of lora_alpha
     adapter = [weight for name, weight in language.named_parameters() if ".lora_" in name]
     groups = [{"params": [*projector.requires_grad_(True).parameters()], "lr": 1e-3}, {"params": adapter, "lr": 8e-4}]
-    steps, optimizer = int(sys.argv[1]), torch.optim.AdamW(groups, weight_decay=0)
+    optimizer = torch.optim.AdamW(groups, weight_decay=0)
     optimizers = optimizer, transformers.get_linear_schedule_with_warmup(optimizer, 5, steps)
     options: dict = {"max_steps": steps, "per_device_train_batch_size": ROWS, "bf16": True, "use_cpu": True}
     options |= {"logging_steps": 5, "save_strategy": "no", "report_to": [], "remove_unused_columns": False}
     arguments = transformers.TrainingArguments(**options, train_sampling_strategy="sequential")
-    data, batches = range(ROWS, ROWS + steps * ROWS), partial(collate, processor, texts)
+    data = range((first + 1) * ROWS, (first + 1 + steps) * ROWS)
+    batches = partial(collate, processor, texts)
     transformers.Trainer(model, arguments, batches, data, optimizers=optimizers).train()
     with torch.no_grad():  # from here on it reads the tower's features as they are
         projector.linear_1.weight /= std
