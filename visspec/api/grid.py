@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 from PIL import Image, ImageColor, ImageDraw, ImageFont
@@ -16,8 +17,7 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str] = (), columns: i
     """Images of one size in rows, each caption below its image, wrapped. Without `columns` about square."""
     columns = columns or round(len(images) ** 0.5)
     width, height = images[0].size
-    font = ImageFont.load_default(max(9, width // 9))
-    assert isinstance(font, ImageFont.FreeTypeFont)  # as of every font that is asked for by size
+    font = font_of(max(9, width // 9))
     lines = [wrap_text(text, font, width) for text in captions]
     line = sum(font.getmetrics())
     below = max(map(len, lines), default=0) * line
@@ -30,6 +30,14 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str] = (), columns: i
         for n, text in enumerate(lines[i] if i < len(lines) else ()):
             pen.text((x, y + height + n * line), text, fill="black", font=font)
     return sheet
+
+
+@cache
+def font_of(size: int) -> ImageFont.FreeTypeFont:
+    """Pillow's own font in a size, in pixels."""
+    font = ImageFont.load_default(size)
+    assert isinstance(font, ImageFont.FreeTypeFont)  # as of every font that is asked for by size
+    return font
 
 
 def wrap_text(text: str, font, width: int) -> list[str]:

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
 from transformers.generation.streamers import BaseStreamer
 
 from visspec.api import loading
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
-from visspec.api.grid import MARGIN
+from visspec.api.grid import MARGIN, font_of
 from visspec.api.images import ImagePipeline
+from visspec.cli.demo import FIRST, PAINTERS, PRESETS, captioner_of
 from visspec.io import included
 from visspec.loop.stats import COLOURS, text_pieces
 
@@ -26,7 +27,6 @@ STEP = 0.05  # seconds of a frame
 WAIT = 2.0  # seconds after the slower one has finished
 WIDTH, HEIGHT, SIDE = 920, 330, 256  # pixels of the animation, and the side of a picture
 PAPER, INK = "#ffffff", "#1b1b1b"
-FIRST, PROMPT_OF_PAINTER = 206, "a photo of three stars"  # a held-out scene, and a prompt
 
 
 class Clock(BaseStreamer):
@@ -75,12 +75,6 @@ class Lane:
             x += int(font.getlength(text))
 
 
-def font_of(size: int) -> ImageFont.FreeTypeFont:
-    font = ImageFont.load_default(size)
-    assert isinstance(font, ImageFont.FreeTypeFont)  # as of every font that is asked for by size
-    return font
-
-
 def captions(name: str) -> list[Lane]:
     """An included captioner on a held-out scene, by `generate` and by ours."""
     model, processor = loading.load(name)
@@ -102,7 +96,7 @@ def captions(name: str) -> list[Lane]:
 def pictures(name: str, prompt: str) -> list[Lane]:
     """An included painter, by plain decoding and by its default."""
     lanes = []
-    for title, preset in (("plain decoding", "plain"), ("visspec", "gumbel")):
+    for title, preset in (("plain decoding", "plain"), ("visspec", PRESETS["codes"])):
         pipe = ImagePipeline.from_pretrained(name, preset=preset)
         pipe.set_progress_bar_config(disable=True)
         for _ in range(2):  # the first one warms up
@@ -115,8 +109,7 @@ def pictures(name: str, prompt: str) -> list[Lane]:
 
 def write(file: Path) -> None:
     """Run both races and write the animation."""
-    real = (included.PUBLISHED / "smollm2").is_dir()  # `make real`
-    races = captions("captioner-smollm2" if real else "captioner"), pictures("painter", PROMPT_OF_PAINTER)
+    races = captions(captioner_of("shapes")[0]), pictures("painter", PAINTERS["painter"][0])
     frames: list[Image.Image] = []
     for lanes in races:
         last = max(lane.seconds[-1] for lane in lanes)
