@@ -1,4 +1,4 @@
-"""Speed of several ways to decode the same prompts: interleaved, paired, with intervals (rules of docs/evaluate.md).
+"""Speed of several ways to decode the same prompts: interleaved, paired, with intervals (rules of docs/results.md).
 
 An *arm* is a callable prompt -> Run. Arms run prompt by prompt, in an order that alternates, after a warm-up; ratios
 are computed prompt by prompt, so that changes of the machine's speed affect all arms equally.

@@ -105,7 +105,7 @@ def bench_caption(
         data: A prompt for each image, or for each list of images; the record has its categories.
 
     Returns:
-        The JSON object of docs/evaluate.md, which is that of the first drafter; of several, `rows` has one each.
+        The JSON object of docs/results.md, which is that of the first drafter; of several, `rows` has one each.
     """
     request = arguments.prompt or (default_prompt(arguments.model) if arguments.model else PROMPT)
     asked = [request] * len(images) if data is None else [prompt.text for prompt in data]

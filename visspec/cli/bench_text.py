@@ -94,7 +94,7 @@ def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]
 def bench_text(
     model: Any, tokenizer: Any, prompts: Sequence[TextPrompt], arguments: Options, drafters: Sequence[str]
 ) -> dict[str, Any]:
-    """Run all arms on all prompts. Returns the JSON object of docs/evaluate.md: a row an arm and kind of prompt; of
+    """Run all arms on all prompts. Returns the JSON object of docs/results.md: a row an arm and kind of prompt; of
     batches, which mix kinds, a row an arm.
     """
     size, base, seed = arguments.batch_size, arguments.generation, arguments.seed

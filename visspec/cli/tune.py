@@ -99,7 +99,7 @@ def tune(
     model: PreTrainedModel, processor: ProcessorMixin, images: Sequence[tuple], drafters: list[str], arguments: Options
 ) -> dict[str, Any]:
     """Measure all rows on the first half of (image, prompt) pairs, the best on the second, and choose. Returns the JSON
-    object of docs/evaluate.md.
+    object of docs/results.md.
     """
     half, rule = len(images) // 2, arguments.acceptance
     request = arguments.prompt or default_prompt(str(model.name_or_path))
