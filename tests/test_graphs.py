@@ -410,7 +410,7 @@ def test_draft_capture_failure(last, monkeypatch):
 
     own.record = failing
     said, found = warned(lambda: [compiling.drafted(quick, inputs, **GREEDY) for _ in range(2)])
-    assert said == ["graphs: drafts of EagleDrafter are not recorded, it runs eager: RuntimeError: no graphs here"]
+    assert said == ["graphs: drafts of EagleDrafter run without CUDA graphs: RuntimeError: no graphs here"]
     assert found == [compiling.drafted(eager, inputs, **GREEDY)] * 2 and len(calls) == last
     assert not own.recordings and not free(own) and not quick.target.recorder.refused
 
