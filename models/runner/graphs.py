@@ -4,7 +4,7 @@ A recording is made for a number of cache rows, nodes and slots, and also runs d
 results are dropped. Everything else is read from input buffers: ids, positions, the rows' lengths, the tree and the
 padding. From these it computes the slots to write and the arguments of attention: lengths and tree (`ragged`), or a
 mask over all slots of the stores. The stores are pooled (`buffer_pool`): before its first pass a request's keys and
-values move into some. Passes beyond the largest bucket run eagerly; if recording fails, the model warns and runs eagerly.
+values move into some. Passes beyond the largest bucket run eagerly. If recording fails, a warning says so once.
 Shapes: R cache rows, N nodes, S slots.
 """
 
