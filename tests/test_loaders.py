@@ -28,7 +28,7 @@ from visspec.models.published_tensors import Weights, rename
 def test_janus_without_ids(tmp_path):
     model = copy.deepcopy(tiny_images.janus())
     model.generation_config = GenerationConfig()
-    with one_sentence("got no bos_token_id, pad_token_id, generation_kwargs=.*set model.generation_config = Generat"):
+    with one_sentence("got no bos_token_id, pad_token_id, generation_kwargs=.*Set model.generation_config = Generat"):
         ImagePipeline(model, None)
     ids = {"bos_token_id": 1, "pad_token_id": 0}
     model.generation_config = GenerationConfig(**ids)
