@@ -263,7 +263,7 @@ def test_what_does_not_fit_is_refused_by_its_published_name(tmp_path, layout):
 def test_llamagen_does_not_guess(tmp_path):
     file = tmp_path / "gpt.safetensors"
     save_file(filled(gpt_names(False)), file)
-    with pytest.raises(ValueError, match=r"grid: .* does not tell"):
+    with pytest.raises(ValueError, match=r"grid: .* does not contain"):
         layouts_llamagen.load_llamagen(file)
     with pytest.raises(ValueError, match=r"heads: .* has 2 layers of width 32"):
         layouts_llamagen.load_llamagen(file, 4)
