@@ -141,7 +141,7 @@ def test_a_package_that_is_missing_is_a_sentence(line, folder, capsys, monkeypat
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, MISSING[line], None)
     said = refused(capsys, *shlex.split(line.replace("{}", str(folder))))
-    assert f"{MISSING[line]} is not installed, expected it (pip install 'visspec[" in said
+    assert f"{MISSING[line]} is not installed. Run pip install 'visspec[" in said
 
 
 @pytest.mark.parametrize("argv", [[], ["bench"], ["train"]])
