@@ -264,7 +264,7 @@ def scales(kind: str, guidance: float, number: Tensor, tokens: int) -> Tensor:
 
 
 def revealed_counts(tokens: int, iterations: int) -> list[int]:
-    """Return how many tokens are known after each step of published MAR: a cosine schedule, with at least one token each.
+    """Return how many tokens are known after each step of published MAR: a cosine schedule with one or more each.
 
     Raises ValueError for more steps than tokens.
     """
