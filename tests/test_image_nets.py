@@ -311,5 +311,5 @@ def test_other_paths_that_hold_no_model(tmp_path):
         save_file({"w": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ValueError, match="holds tensor 'w' twice"):
         layouts.read_all_tensors(tmp_path)
-    with pytest.raises(ValueError, match="are the same, expected one layout"):
+    with pytest.raises(ValueError, match="have the same name in our layout"):
         layouts.rename({"a.w": torch.zeros(1), "b.w": torch.zeros(1)}, [(r"^[ab]\.", "c.")])

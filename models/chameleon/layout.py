@@ -47,7 +47,7 @@ def write_with_codec(folder: Path, vq: Path, out: Path) -> None:
     shape: Any = ChameleonConfig.from_dict(entries).vq_config
     wanted = shape.num_embeddings
     if len(codec.codebook) != wanted:
-        raise ValueError(f"vq: got a codec of {len(codec.codebook)} codes, expected one of {wanted} as {folder} has")
+        raise ValueError(f"vq: got a codec with {len(codec.codebook)} codes, expected {wanted} as in {folder}")
     out.mkdir()
     for file in filter(Path.is_file, folder.iterdir()):
         try:

@@ -46,7 +46,7 @@ def published(weights: Path, vq: Path, size: int | None = None, heads: int | Non
         )
     net = load_llamagen(weights, size // codec.factor, heads)
     if (codes := len(codec.codebook)) != net.config.codes:
-        raise ValueError(f"vq: got a codec of {codes} codes, expected one of {net.config.codes} as {weights.name} has")
+        raise ValueError(f"vq: got a codec with {codes} codes, expected {net.config.codes} as in {weights.name}")
     kind, condition = (RandARClassModel if isinstance(net, RandAR) else LlamaGenImageModel), net.config.condition
     entries = {"network": net.config.to_dict(), "codec": settings_of(codec.model)}
     settings = {"guidance_scale": GUIDANCE[condition] if net.guided else 1.0, "top_k": TOP_K[condition]}

@@ -57,7 +57,7 @@ class LowRes(Drafter):
     def attach(self, target: Family) -> None:
         """Pair the drafter with a target; call it again after the target has moved to another device."""
         if self.target is not None and self.target.decoder is not target.decoder:
-            raise ValueError("drafter: got a LowRes that drafts for another model, expected one of this model's own")
+            raise ValueError("drafter: got a LowRes that drafts for another model, expected one for this model")
         check_siblings(self.family, target)
         self.target = target
 

@@ -24,7 +24,7 @@ class ParallelMAR(Order):
 
     def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
         if drafter is not None:
-            raise ValueError("drafter: got one beside the order parallel, expected none: nothing is drafted in it")
+            raise ValueError("drafter: got one with the order parallel, expected none, because it does not draft")
         return self
 
     @torch.inference_mode()

@@ -103,7 +103,7 @@ class MARImages(VectorFamily):
         self.patch = math.isqrt(net.config.size // autoencoder.config.latent_channels)
         if autoencoder.config.latent_channels * self.patch**2 != net.config.size:
             found = autoencoder.config.latent_channels
-            raise ValueError(f"autoencoder: got {found} channels, expected those of tokens of {net.config.size}")
+            raise ValueError(f"autoencoder: got {found} channels, which do not fit tokens of size {net.config.size}")
         self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
@@ -269,7 +269,7 @@ def revealed_counts(tokens: int, iterations: int) -> list[int]:
     Raises ValueError for more steps than tokens.
     """
     if not 1 <= iterations <= tokens:
-        raise ValueError(f"iterations: got {iterations}, expected 1..{tokens}, one token a step at least")
+        raise ValueError(f"iterations: got {iterations}, expected 1..{tokens}, at least one token per step")
     known: list[int] = [0]
     for step in range(1, iterations):
         hidden = math.floor(tokens * math.cos(math.pi / 2 * step / iterations))

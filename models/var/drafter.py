@@ -49,7 +49,7 @@ class SmallVAR(Drafter):
         """Attach to a target. Raises ValueError unless both generate the same maps, and the target is a plain model."""
         check_alike("drafter", self.small, target.model)
         if not target.plain:
-            raise ValueError("drafter: got one beside a refiner or a budget, which draw one scale at a time")
+            raise ValueError("drafter: got one with a refiner or a budget, which draw one scale at a time")
         self.family = target
 
     def start(self, state: State, scores: Scores) -> None:

@@ -34,7 +34,7 @@ class VARImageConfig(PreTrainedConfig):
         small: dict[str, Any] = {"codes": 64, "size": 16, "channels": GROUPS, "multipliers": (1, 1), "blocks": 1}
         self.autoencoder = asdict(MultiScaleShape(**small | (autoencoder or {})))
         if len(set(self.labels)) != len(self.labels):
-            raise ValueError(f"labels: got {len(set(self.labels))} names of {len(self.labels)}, expected each once")
+            raise ValueError(f"labels: got {len(self.labels)} names with duplicates, expected unique names")
         self.sizes  # noqa: B018, raises for an invalid network
         super().__init__(**options)
 
