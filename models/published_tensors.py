@@ -75,7 +75,7 @@ def rename(tensors: Mapping[str, Value], rules: Rules, dropped: str = "(?!)") ->
             continue
         new = rename_tensor(name, rules)
         if new in named:
-            raise ValueError(f"checkpoint: tensors {named[new][0]!r} and {name!r} are the same, expected one layout")
+            raise ValueError(f"checkpoint: tensors {named[new][0]!r} and {name!r} have the same name in our layout")
         named[new] = (name, tensor)
     return named
 

@@ -87,7 +87,7 @@ class BlockModel(StructuredDrafter):
             raise ValueError(f"drafter: hidden size of {config.hidden_size}, expected the target's {text.hidden_size}")
         for layer in config.target_layer_ids:
             if not 0 <= layer < depth(model):
-                raise ValueError(f"drafter: target_layer_ids name layer {layer}, expected one of 0..{depth(model) - 1}")
+                raise ValueError(f"drafter: target_layer_ids contains layer {layer}, expected 0..{depth(model) - 1}")
         if not 0 <= config.mask_token_id < text.vocab_size:
             raise ValueError(f"drafter: mask_token_id {config.mask_token_id}, expected an id below {text.vocab_size}")
         self.assistant, self.vocab, self.width, self.nodes = assistant, theirs.vocab, width, nodes
@@ -125,7 +125,7 @@ class BlockModel(StructuredDrafter):
         if confidence:
             if self.traits.trees or getattr(self.form.sequential, "confidence", None) is None:
                 what = "trees" if self.traits.trees else "a drafter without a head that predicts acceptance rates"
-                raise ValueError(f"confidence: got {confidence} for {what}, expected chains of one that has it")
+                raise ValueError(f"confidence: got {confidence} for {what}, expected chains of a drafter that has one")
             if not 0 <= confidence < 1:
                 raise ValueError(f"confidence: got {confidence}, expected a probability below 1")
             self.confidence = confidence

@@ -238,7 +238,7 @@ def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, tab
     has = said.get("enable_confidence_head", nested or bool(said.get("confidence_head_alpha")))
     beside = said.get("confidence_head_with_markov", nested)
     if has and beside and not rank:
-        raise ValueError(f"drafter: markov_rank of {folder} is 0, expected one above 0 for its confidence head")
+        raise ValueError(f"drafter: markov_rank of {folder} is 0, expected a positive one for its confidence head")
     if not (rank or has):
         return None
     markov = Markov(vocab, rank, named, hidden, few) if rank else None

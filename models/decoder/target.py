@@ -205,7 +205,7 @@ class HFDecoder(RunningTarget):
                 raise ValueError(f"{name}: got states that every pass attends to, expected images in the prompt")
         attention = request.inputs.get("attention_mask")
         if not self.padding and attention is not None and not bool(attention.all()):
-            raise ValueError(f"attention_mask: got padding, which {type(self.model).__name__} does not take")
+            raise ValueError(f"attention_mask: got padding, which {type(self.model).__name__} does not support")
         if not self.restarts:
             return
         longest = request.prompt.shape[1] + request.max_new_tokens - 1
@@ -390,7 +390,7 @@ def describe(model: PreTrainedModel, features: tuple[int, ...] = ()) -> Capabili
     except AttributeError as error:
         said = str(error).replace(". ", ", ").rstrip(".")
         kind = type(model).__name__
-        raise ValueError(f"model: got {kind}, expected a decoder of one stream of tokens ({said})") from error
+        raise ValueError(f"model: got {kind}, expected a decoder with one stream of tokens ({said})") from error
 
 
 def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabilities:

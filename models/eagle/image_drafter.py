@@ -130,7 +130,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
     def attach(self, target: Family) -> None:
         """Attach as the base class does. Raises ValueError if the target is not an image family."""
         if not isinstance(target, Family):
-            raise ValueError(f"drafter: got the target {type(target).__name__}, expected an ImagePipeline's")
+            raise ValueError(f"drafter: got the target {type(target).__name__}, expected that of an ImagePipeline")
         super().attach(target)
 
     @property

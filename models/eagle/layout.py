@@ -114,7 +114,7 @@ def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
     """
     if asked is not None:
         if not isinstance(asked, bool) or form == "eagle":
-            raise ValueError(f"norm_output: got {shorten(asked)}, expected true or false, of an EAGLE-3 head")
+            raise ValueError(f"norm_output: got {shorten(asked)}, expected true or false for an EAGLE-3 head")
         return {**data, "norm_output": asked}
     if form == "eagle3" and data.get("norm_output") and _architecture(data) not in AUTOMODEL:
         warnings.warn(
@@ -309,7 +309,7 @@ def _images(folder: Path, stored: str | None, asked: str | None, pictures: bool)
     if stored is not None:
         if not pictures or asked not in (None, stored):
             found = f"images={asked}" if pictures else "a target that sees no images"
-            raise ValueError(f"drafter: {folder} is a ViSpec head, expected one for pictures with latents, got {found}")
+            raise ValueError(f"drafter: {folder} is a ViSpec head, which represents images as latents, got {found}")
         return stored
     if not pictures:
         return "none"

@@ -168,7 +168,7 @@ class CompiledDrafter(DraftCalls, CompiledFunctions):
         super().__init__(drafter)
         self.call = self.compile(self.levels.forward)
         if self.layer.packed():
-            self.refuse("a packed LM head")
+            self.refuse("a quantized LM head")
 
     def fits(self, state: State, more: int) -> bool:
         """Whether the next draft of a request uses the compiled graphs, which the first long request builds."""

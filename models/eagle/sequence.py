@@ -118,7 +118,7 @@ def extend(layout: PromptLayout, prompt_length: int, answers: list[int]) -> Prom
 
 
 def compress(head: EagleHead, embeddings_BLd: Tensor, layout: PromptLayout) -> tuple[Tensor, Tensor]:
-    """Latents (1 + R * latents, d) and global vectors (1 + R, d) of all runs; entry 0 of both is zero."""
+    """Return latents (1 + R * latents, d) and global vectors (1 + R, d) of all runs; entry 0 of both is zero."""
     zero = embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1])
     if not layout.runs:
         return zero, zero

@@ -118,7 +118,7 @@ class BudgetedCache:
         self.scale = first
 
     def open_at(self, slots_RQ: Tensor, end: int) -> None:
-        raise ValueError("scales: got rows at different ones, expected all at the same")
+        raise ValueError("scales: got rows at different scales, expected one scale for all")
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         store, before = self.stores[layer], self.bytes

@@ -140,7 +140,7 @@ class ScaleImages(Family):
                 raise ValueError(f"handover: got {handover}, expected 0..{len(self.scales)}, the scales of the model")
         if budget is not None:
             if refiner is not None:
-                raise ValueError("budget: got one beside a refiner, expected one of the two")
+                raise ValueError("budget: got a budget and a refiner, expected one of the two")
             budget.check(self.scales, net.config.depth)
 
     @property
@@ -192,12 +192,12 @@ def check_codec(model: NextScale, codec: ScaleVAE) -> None:
 def check_alike(name: str, other: NextScale, model: NextScale) -> None:
     """Raise ValueError unless both models generate the same maps from the same prompts."""
     if type(other) is not type(model):
-        raise ValueError(f"{name}: got {type(other).__name__}, expected {type(model).__name__} as the model is")
+        raise ValueError(f"{name}: got {type(other).__name__}, expected {type(model).__name__} like the model")
     for what in model.config.ALIKE:
         found, wanted = getattr(other.config, what), getattr(model.config, what)
         if found != wanted:
             shown = (list(v.sizes) if isinstance(v, ScaleSizes) else v for v in (found, wanted))
-            raise ValueError("{}: got {} {}, expected {} as the model has".format(name, what, *shown))
+            raise ValueError("{}: got {} {}, expected the model's {}".format(name, what, *shown))
 
 
 class ScaleTarget(Target):
