@@ -174,12 +174,12 @@ class SlotLayers(Cache):
             return None
         longest, stores = max(lengths), [*self.slots.keys, *self.slots.values]
         if self.left or min(lengths) < longest:
-            made = [store.new_zeros(len(lengths), store.shape[1], longest, store.shape[3]) for store in stores]
-            here = {row: [store[b] for store in stores] for b, row in enumerate(self.rows)}
+            copies = [store.new_zeros(len(lengths), store.shape[1], longest, store.shape[3]) for store in stores]
+            live = {row: [store[b] for store in stores] for b, row in enumerate(self.rows)}
             for row, length in enumerate(lengths):
-                for new, old in zip(made, self.left.get(row) or here[row]):
+                for new, old in zip(copies, self.left.get(row) or live[row]):
                     new[row, :, :length] = old[:, :length]
-            stores = made
+            stores = copies
         cache = DynamicCache()
         for keys, values in zip(stores[: len(stores) // 2], stores[len(stores) // 2 :]):
             layer = DynamicLayer()

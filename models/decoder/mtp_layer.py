@@ -99,11 +99,11 @@ def layer_names(names: Iterable[str], layers: int) -> dict[str, str]:
     """Map the names of this layer's tensors in a model's file to ours. layers: number of the target's layers."""
     patterns = QWEN, rf"(?:.*\.)?layers\.{layers}\."
     for pattern in patterns:
-        found = {name: match.string[match.end() :] for name in names if (match := re.match(pattern, name))}
-        if pattern == QWEN and found:
-            return found
-        if any(name.startswith("eh_proj.") for name in found.values()):
-            return {name: _own_name(short) for name, short in found.items() if short not in COPIES}
+        names_here = {name: match.string[match.end() :] for name in names if (match := re.match(pattern, name))}
+        if pattern == QWEN and names_here:
+            return names_here
+        if any(name.startswith("eh_proj.") for name in names_here.values()):
+            return {name: _own_name(short) for name, short in names_here.items() if short not in COPIES}
     return {}
 
 
