@@ -314,8 +314,8 @@ def _accept_tree_kernel(  # noqa: C901
                     extra = tl.maximum(extra, tl.max(tl.where(kept, summed, 0.0), 0))
                     total += tl.sum(weight, 0)
                     if ONCE:  # an accepted node's marks are not read again
-                        taken = (near_ok & kept & valid) != 0  # an int where the interpreter made `valid` one
-                        tl.store(used_at + near, tl.zeros((BLOCK_K,), tl.int32) + cur + 1, mask=taken)
+                        used = (near_ok & kept & valid) != 0  # an int where the interpreter made `valid` one
+                        tl.store(used_at + near, tl.zeros((BLOCK_K,), tl.int32) + cur + 1, mask=used)
                     k += BLOCK_K
                     limit = tl.where(total <= bound, limit, 0)
             exact = tl.where(valid, exact, 0.0)

@@ -126,8 +126,8 @@ def check_tensor(
         raise TypeError(f"{name}: found dtype {tensor.dtype}, expected one of {[str(d)[6:] for d in dtypes]}")
     sizes = tensor.shape
     if len(sizes) != len(shape) or any(want not in (None, size) for want, size in zip(shape, sizes)):
-        wanted = tuple("any" if size is None else size for size in shape)
-        require(False, name, f"shape {tuple(sizes)}", f"shape {wanted}")
+        expected = tuple("any" if size is None else size for size in shape)
+        require(False, name, f"shape {tuple(sizes)}", f"shape {expected}")
     if device is not None and tensor.device != device:
         require(False, name, f"device {tensor.device}", f"device {device}")
 

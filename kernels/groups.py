@@ -49,12 +49,12 @@ def _window(p, token, half):
     distribution.
     """
     key = sortable(p.float(), torch.arange(p.shape[1], device=p.device))
-    here = key.gather(1, token.unsqueeze(1))
+    own_key = key.gather(1, token.unsqueeze(1))
     ends = torch.iinfo(torch.int64)
-    above = key.masked_fill(key <= here, ends.max).topk(half, dim=1, largest=False).values
-    below = key.masked_fill(key >= here, ends.min).topk(half, dim=1).values
-    found = torch.cat((here, above, below), 1)
-    return (LOW - (found & LOW)).clamp(0, p.shape[1] - 1), (found != ends.max) & (found != ends.min)
+    above = key.masked_fill(key <= own_key, ends.max).topk(half, dim=1, largest=False).values
+    below = key.masked_fill(key >= own_key, ends.min).topk(half, dim=1).values
+    keys = torch.cat((own_key, above, below), 1)
+    return (LOW - (keys & LOW)).clamp(0, p.shape[1] - 1), (keys != ends.max) & (keys != ends.min)
 
 
 @jit()
@@ -66,12 +66,12 @@ def _window_kernel(p, q, token, p_mass, q_mass, V, half, BLOCK_V: tl.constexpr):
     x = tl.load(token + r).to(tl.int64)
     known = (x >= 0) & (x < V)
     x = tl.where(known, x, 0)
-    here = tl.load(p + r * V + x).to(tl.float64)
-    in_p = here
+    px = tl.load(p + r * V + x).to(tl.float64)
+    in_p = px
     in_q = tl.load(q + r * V + x).to(tl.float64)
     for side in range(2):
         upward = side == 0
-        value = here.to(tl.float32)
+        value = px.to(tl.float32)
         index = x.to(tl.int32)
         step = tl.full((), 0, tl.int32)
         while step < half:
@@ -94,12 +94,12 @@ def _window_kernel(p, q, token, p_mass, q_mass, V, half, BLOCK_V: tl.constexpr):
                     better = (where < V) & (closest > best)
                 best_at = tl.where(better, where, best_at).to(tl.int32)
                 best = tl.where(better, closest, best)
-            found = best_at >= 0
-            value = tl.where(found, best, value)
-            index = tl.where(found, best_at, index)
-            in_p += tl.where(found, value.to(tl.float64), 0.0)
-            in_q += tl.where(found, tl.load(q + r * V + index).to(tl.float64), 0.0)
-            step = tl.where(found, step + 1, half)
+            exists = best_at >= 0
+            value = tl.where(exists, best, value)
+            index = tl.where(exists, best_at, index)
+            in_p += tl.where(exists, value.to(tl.float64), 0.0)
+            in_q += tl.where(exists, tl.load(q + r * V + index).to(tl.float64), 0.0)
+            step = tl.where(exists, step + 1, half)
     tl.store(p_mass + r, tl.where(known, in_p, 0.0).to(tl.float32))
     tl.store(q_mass + r, tl.where(known, in_q, 0.0).to(tl.float32))
 

@@ -88,9 +88,9 @@ def neighbour_mass_torch(
 def prefix_mass(law: np.ndarray, near: np.ndarray, bound: float) -> tuple[float, int]:
     """Return one row's largest prefix sum of distribution[near] within the bound, and its length, on the host."""
     if len(near) > FEW > bound * len(law):  # under a uniform distribution, FEW neighbors reach the bound
-        found = _prefix(law, near[:FEW], bound)
-        if found[1] < FEW:
-            return found
+        result = _prefix(law, near[:FEW], bound)
+        if result[1] < FEW:
+            return result
     return _prefix(law, near, bound)
 
 

@@ -200,9 +200,9 @@ def _guided_warp_kernel(  # noqa: C901
                 at = start + lanes
                 if not WHOLE:
                     rank = _store_ranks(out, at, V)
-                taken = (rank >= least) & (rank <= middle.to(tl.int32)) & (at < V)
+                counted = (rank >= least) & (rank <= middle.to(tl.int32)) & (at < V)
                 share = tl.div_rn(tl.exp(_value(rank) - peak), whole)
-                summed += tl.sum(tl.where(taken, share, 0.0).to(tl.float64), 0)
+                summed += tl.sum(tl.where(counted, share, 0.0).to(tl.float64), 0)
             beyond = summed.to(tl.float32) > rest
             high = tl.where(beyond, middle, high)
             low = tl.where(beyond, low, middle + 1)
@@ -212,9 +212,9 @@ def _guided_warp_kernel(  # noqa: C901
             at = start + lanes
             if not WHOLE:
                 rank = _store_ranks(out, at, V)
-            taken = (rank >= least) & (rank < edge) & (at < V)
+            counted = (rank >= least) & (rank < edge) & (at < V)
             share = tl.div_rn(tl.exp(_value(rank) - peak), whole)
-            below += tl.sum(tl.where(taken, share, 0.0).to(tl.float64), 0)
+            below += tl.sum(tl.where(counted, share, 0.0).to(tl.float64), 0)
             ties += tl.sum((rank == edge).to(tl.int32), 0)
         total = tl.full((), 0.0, tl.float64)
         seen = tl.full((), 0, tl.int32)

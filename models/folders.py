@@ -64,8 +64,8 @@ class OwnImageModel(PreTrainedModel):
 
     def guidance(self, settings: GenerationConfig | None) -> float:
         """Return the guidance scale of these settings, by default the folder's."""
-        found = getattr(settings or self.generation_config, "guidance_scale", None)
-        return 1.0 if found is None else float(found)
+        scale = getattr(settings or self.generation_config, "guidance_scale", None)
+        return 1.0 if scale is None else float(scale)
 
     @classmethod
     def read(cls, folder: str | Path, dtype: torch.dtype = torch.float32) -> Self:

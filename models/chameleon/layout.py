@@ -45,9 +45,9 @@ def write_with_codec(folder: Path, vq: Path, out: Path) -> None:
         raise ValueError(f"weights: {folder} is a {entries.get('model_type')}, expected an Anole in transformers' form")
     codec = load_taming_vq(vq)
     shape: Any = ChameleonConfig.from_dict(entries).vq_config
-    wanted = shape.num_embeddings
-    if len(codec.codebook) != wanted:
-        raise ValueError(f"vq: got a codec with {len(codec.codebook)} codes, expected {wanted} as in {folder}")
+    codes = shape.num_embeddings
+    if len(codec.codebook) != codes:
+        raise ValueError(f"vq: got a codec with {len(codec.codebook)} codes, expected {codes} as in {folder}")
     out.mkdir()
     for file in filter(Path.is_file, folder.iterdir()):
         try:

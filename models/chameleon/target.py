@@ -120,8 +120,8 @@ class Chameleon(Family):
         layout = layout or self.layout()
         height, width = (side * self.factor for side in layout.grid)
         every = [*texts, *(negative or [])]
-        asked = [self.style.question.format(text, height=height, width=width) for text in every]
-        words = self.require_processor().tokenizer(asked, add_special_tokens=False)["input_ids"]
+        questions = [self.style.question.format(text, height=height, width=width) for text in every]
+        words = self.require_processor().tokenizer(questions, add_special_tokens=False)["input_ids"]
         others = [row if text.strip() else None for text, row in zip(negative or [], words[len(texts) :])]
         return self.from_words(words[: len(texts)], guided, layout, others or None)
 
@@ -154,5 +154,5 @@ def stored_codec(model: PreTrainedModel) -> ImageCodec | None:
     where = model.config._name_or_path
     if not where or not (folder := Path(where, CODEC)).is_dir():
         return None
-    found = VQModel.from_pretrained(str(folder), local_files_only=True, use_safetensors=True)
-    return ImageCodec(nn.Module.to(found, model.device, model.dtype).eval())
+    model_vq = VQModel.from_pretrained(str(folder), local_files_only=True, use_safetensors=True)
+    return ImageCodec(nn.Module.to(model_vq, model.device, model.dtype).eval())

@@ -174,5 +174,5 @@ class DistilledHead(nn.Module):
     def _query(self, element: Tensor) -> Tensor:
         """Return the embedding of the predicted place, zero for elements of a prompt: (B, T) -> (B, T, d)."""
         place = (element + 1).clamp(0, self.config.positions - 1)
-        found = self.row(place // self.config.columns) + self.column(place % self.config.columns)
-        return found * (element >= 0)[..., None]
+        embedded = self.row(place // self.config.columns) + self.column(place % self.config.columns)
+        return embedded * (element >= 0)[..., None]

@@ -69,7 +69,7 @@ class Emu3(Family):
         return self.from_ids(ids[:count], attention[:count], layout, ids[count:], attention[count:])
 
     def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: object) -> Tensor:
-        given = self._tokenize(texts, layout)
+        inputs = self._tokenize(texts, layout)
         guidance: dict[str, Any] = {"guidance_scale": sampling.guidance}
         if sampling.guidance != 1.0:
             negative = self._tokenize([self.negative] * len(texts), layout)
@@ -77,7 +77,7 @@ class Emu3(Family):
                 "negative_prompt_ids": negative["input_ids"],
                 "negative_prompt_attention_mask": negative["attention_mask"],
             }
-        return generate_codes(self.model, self.vocabulary, given, layout, sampling, **guidance, **options)
+        return generate_codes(self.model, self.vocabulary, inputs, layout, sampling, **guidance, **options)
 
     def _tokenize(self, texts: list[str], layout: ImageLayout) -> dict[str, Tensor]:
         rows, columns = layout.grid

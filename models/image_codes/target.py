@@ -455,8 +455,8 @@ class ImageAR(RunningTarget):
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """Run one pass over all nodes of all rows and their guidance rows. Returns scores for (B, N)."""
-        found = self._recorded_pass(state, draft)
-        hidden = self._eager(state, draft) if found is None else found
+        replayed = self._recorded_pass(state, draft)
+        hidden = self._eager(state, draft) if replayed is None else replayed
         return self._scores(state, draft, hidden, hidden[:, : draft.tree.size])
 
     def _eager(self, state: State, draft: Draft) -> Tensor:
@@ -477,8 +477,8 @@ class ImageAR(RunningTarget):
         def forward(cache: SlotLayers, attention: AttentionInputs, embeds: Tensor, places: Tensor) -> tuple[Tensor]:
             return (self._run(embeds, attention, places.movedim((0, 1), (-2, -1)), cache),)
 
-        found = self.replayed(state, given, forward, lambda: self._eager(state, draft))
-        return None if found is None else found[0]
+        outputs = self.replayed(state, given, forward, lambda: self._eager(state, draft))
+        return None if outputs is None else outputs[0]
 
     def record(self, asked: bool | None) -> None:
         decoder = self.family.decoder

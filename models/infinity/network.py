@@ -93,8 +93,8 @@ class InfinityConfig:
 
     def __post_init__(self):
         if len(self.scales) > self.levels or self.scales.sizes[0] != 1:
-            found = f"{len(self.scales)} beginning with {self.scales.sizes[0]} positions"
-            raise ValueError(f"scales: got {found}, expected at most {self.levels}, beginning with one position")
+            actual = f"{len(self.scales)} beginning with {self.scales.sizes[0]} positions"
+            raise ValueError(f"scales: got {actual}, expected at most {self.levels}, beginning with one position")
 
 
 @dataclass(frozen=True, eq=False)
@@ -244,12 +244,12 @@ class Infinity(NextScale):
 
 def spots(config: InfinityConfig) -> Tensor:
     """Return the row and column (L, 2) of each position on the grid that all are stretched to."""
-    found = []
+    parts = []
     for grid in config.scales.grids:
         reach = config.reach or reach_of(config.scales)
         at = ((torch.arange(side) * (most / side)).round().long() for side, most in zip(grid, reach))
-        found.append(torch.cartesian_prod(*at))
-    return torch.cat(found)
+        parts.append(torch.cartesian_prod(*at))
+    return torch.cat(parts)
 
 
 def turns(spot: Tensor, size: int) -> Tensor:

@@ -52,21 +52,21 @@ class TextPrompt:
 
     def rows(self, guided: bool) -> Texts:
         """Return the prompts of R rows, conditional rows first."""
-        given = Texts(self.features, self.real, torch.zeros_like(self.none))
+        conditional = Texts(self.features, self.real, torch.zeros_like(self.none))
         if not guided:
-            return given
+            return conditional
         most = max(self.real.shape[1], self.against_real.shape[1])
         features, real = (
             torch.cat([_wide(a, most), _wide(b, most)])
             for a, b in ((self.features, self.against), (self.real, self.against_real))
         )
-        return Texts(features, real, torch.cat([given.none, self.none]))
+        return Texts(features, real, torch.cat([conditional.none, self.none]))
 
 
 def _wide(x: Tensor, most: int) -> Tensor:
     """Pad (B, T, ...) to `most` tokens."""
-    lacking = most - x.shape[1]
-    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, lacking))
+    missing = most - x.shape[1]
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
 
 
 class InfinityImages(ScaleImages):

@@ -26,12 +26,12 @@ class Janus(ChatPromptFamily):
         self.codebook = F.normalize(inner.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
 
     def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: object) -> Tensor:
-        scale, own, given = sampling.guidance, generate_options(sampling), self._tokenize(texts)
-        room = {"config": self.decoder.config, "max_cache_len": given["input_ids"].shape[1] + layout.positions}
+        scale, own, inputs = sampling.guidance, generate_options(sampling), self._tokenize(texts)
+        room = {"config": self.decoder.config, "max_cache_len": inputs["input_ids"].shape[1] + layout.positions}
         static = options.pop("cache_implementation", "static") == "static"  # 5.17's `generate` can't build it
         cache = StaticCache(**room) if static else DynamicCache(config=self.decoder.config)
         own |= {CACHE: cache, "guidance_scale": scale, "generation_mode": "image"}
-        return self.model.generate(**given, **own, **options)
+        return self.model.generate(**inputs, **own, **options)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.prepare_embeddings_for_image_generation(tokens)

@@ -63,10 +63,10 @@ class LlamaGenImages(Family):
         condition, real = self._condition(texts, "prompt")
         if negative is None or not guided:
             return self.from_condition(condition, real, guided)
-        worded_B = torch.tensor([bool(text.strip()) for text in negative])
+        has_words_B = torch.tensor([bool(text.strip()) for text in negative])
         # an empty negative prompt is replaced below, but needs some valid text until then
-        filled = [text if text.strip() else given for text, given in zip(negative, texts)]
-        return self.from_condition(condition, real, guided, *self._condition(filled, "negative_prompt"), worded_B)
+        filled = [text if text.strip() else prompt_text for text, prompt_text in zip(negative, texts)]
+        return self.from_condition(condition, real, guided, *self._condition(filled, "negative_prompt"), has_words_B)
 
     def _condition(self, texts: list[str], name: str) -> tuple[Tensor, Tensor | None]:
         """Return class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the left."""
@@ -76,10 +76,10 @@ class LlamaGenImages(Family):
             raise ValueError(NO_ENCODER)
         # lower case, like the training texts; the authors also remove addresses and markup
         features, real = left_padded(*self.processor([" ".join(text.lower().split()) for text in texts]))
-        lacking = self.model.config.prefix - features.shape[1]
-        if lacking < 0:
+        missing = self.model.config.prefix - features.shape[1]
+        if missing < 0:
             raise ValueError(f"{name}: got {features.shape[1]} words, expected at most {self.model.config.prefix}")
-        return F.pad(features, (0, 0, lacking, 0)), F.pad(real, (lacking, 0))
+        return F.pad(features, (0, 0, missing, 0)), F.pad(real, (missing, 0))
 
     def from_condition(
         self,

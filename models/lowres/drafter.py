@@ -113,14 +113,14 @@ class LowRes(Drafter):
 
     def _prompt(self, state: State, guided: bool) -> EncodedPrompt:
         """Return the live rows' prompts for the low-resolution model, from the request's texts if any, else its ids."""
-        texts, given = state.request.media.get("texts"), state.request.inputs
+        texts, prompt = state.request.media.get("texts"), state.request.inputs
         if texts is not None:
             negatives = state.request.media.get("negatives")
             own = None if negatives is None else [negatives[row] for row in state.rows]
             return prompt_of(self.family, [texts[row] for row in state.rows], guided, self.layout, own)
         if not hasattr(self.family, "from_ids"):
             raise ValueError(f"media: got no 'texts', expected the prompts ({self.family.name} reads no ids)")
-        return self.family.from_ids(given.ids[state.rows], given.attention[state.rows], guided)
+        return self.family.from_ids(prompt.ids[state.rows], prompt.attention[state.rows], guided)
 
 
 def load_upsampler(name: str | Path, family: Family) -> Upsampler:
@@ -140,11 +140,11 @@ def load_upsampler(name: str | Path, family: Family) -> Upsampler:
 
 def check_siblings(family: Family, target: Family) -> None:
     """Raise ValueError if the low-resolution model's codes or prompts differ from the target's."""
-    own, wanted = family.codebook, target.codebook
-    if own is None or wanted is None:
+    own, other = family.codebook, target.codebook
+    if own is None or other is None:
         raise ValueError("family: got a model without a codebook, expected one that shares the target's")
-    if not same_table(own, wanted, 1e-4):
-        raise ValueError(f"family: got a sibling with another codebook, expected the target's {len(wanted)} codes")
+    if not same_table(own, other, 1e-4):
+        raise ValueError(f"family: got a sibling with another codebook, expected the target's {len(other)} codes")
     ours, theirs = (_vocabulary(f) for f in (family, target))
     if ours != theirs:
         raise ValueError("family: got a sibling with another tokenizer, expected that of the target")

@@ -31,11 +31,11 @@ class SmallMAR(Drafter):
         """Attach to a target. Raises ValueError unless its tokens, classes and steps are the drafter's."""
         ours, theirs = self.small.model.config, target.model.config
         if (ours.tokens, ours.size, ours.classes) != (theirs.tokens, theirs.size, theirs.classes):
-            found = f"{ours.tokens} tokens of {ours.size} numbers and {ours.classes} classes"
-            raise ValueError(f"drafter: got {found}, expected {theirs.tokens} of {theirs.size} and {theirs.classes}")
-        steps, wanted = (len(family.steps) for family in (self.small.family, target))
-        if steps != wanted:
-            raise ValueError(f"drafter: got {steps} denoising steps, expected {wanted} as the target has")
+            actual = f"{ours.tokens} tokens of {ours.size} numbers and {ours.classes} classes"
+            raise ValueError(f"drafter: got {actual}, expected {theirs.tokens} of {theirs.size} and {theirs.classes}")
+        steps, expected = (len(family.steps) for family in (self.small.family, target))
+        if steps != expected:
+            raise ValueError(f"drafter: got {steps} denoising steps, expected {expected} as the target has")
 
     def start(self, state: State, scores: Scores) -> None:
         state.memory = DrawnVectors.nothing(state.request.inputs, self.small.model.config.size).select(state.rows)

@@ -135,9 +135,9 @@ class MAR(Network):
         if seen_BK is not None:
             known_BKd = known_BKd.where(seen_BK[..., None], 0.0)  # masked slots have zero weight, but NaN would spread
             mask = F.pad(seen_BK, (buffer, 0), value=True)[:, None, None]
-        given_BD = self.class_emb(class_B.clamp(min=0)).where(class_B[:, None] >= 0, self.fake_latent)
+        class_BD = self.class_emb(class_B.clamp(min=0)).where(class_B[:, None] >= 0, self.fake_latent)
         position = self.encoder_pos_embed_learned[0]
-        first = given_BD[:, None] + position[:buffer]
+        first = class_BD[:, None] + position[:buffer]
         x = torch.cat([first, self.z_proj(known_BKd) + position[buffer:][place_BK]], dim=1)
         x = self.z_proj_ln(x)
         for block in self.encoder_blocks:

@@ -102,8 +102,8 @@ class MARImages(VectorFamily):
             return
         self.patch = math.isqrt(net.config.size // autoencoder.config.latent_channels)
         if autoencoder.config.latent_channels * self.patch**2 != net.config.size:
-            found = autoencoder.config.latent_channels
-            raise ValueError(f"autoencoder: got {found} channels, which do not fit tokens of size {net.config.size}")
+            channels = autoencoder.config.latent_channels
+            raise ValueError(f"autoencoder: got {channels} channels, which do not fit tokens of size {net.config.size}")
         self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
@@ -249,8 +249,8 @@ def conditions(
         classes = torch.cat([classes, torch.full_like(classes, UNCONDITIONAL)])
         order, values, place = (torch.cat([part, part]) for part in (order, values, place))
         seen = None if seen is None else torch.cat([seen, seen])
-    given_MTD = model.conditions(values, order, seen, classes)
-    return given_MTD.gather(1, place[..., None].expand(-1, -1, given_MTD.shape[-1])).flatten(0, 1)
+    condition_MTD = model.conditions(values, order, seen, classes)
+    return condition_MTD.gather(1, place[..., None].expand(-1, -1, condition_MTD.shape[-1])).flatten(0, 1)
 
 
 def scales(kind: str, guidance: float, number: Tensor, tokens: int) -> Tensor:

@@ -37,8 +37,8 @@ class Ahead(Drafter):
             return trees.chain_draft(state.pending, distribution.logits.argmax(dim=-1))
         drawn = [state.noise.draft(Categorical(distribution.logits[:, level]), level) for level in range(depth)]
         values, distributions = zip(*drawn)
-        given = [q for q in distributions if q is not None]
-        return trees.chain_draft(state.pending, torch.stack(values, dim=1), Categorical.chain(given) if given else None)
+        laws = [q for q in distributions if q is not None]
+        return trees.chain_draft(state.pending, torch.stack(values, dim=1), Categorical.chain(laws) if laws else None)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         last_B1 = verdict.path.gather(1, verdict.length[:, None] - 1)

@@ -34,8 +34,8 @@ class RandARImageConfig(PreTrainedConfig):
         vq_config: JanusVQVAEConfig | dict[str, Any] | None = None,
         **options: Any,
     ):
-        given = vq_config if isinstance(vq_config, JanusVQVAEConfig) else JanusVQVAEConfig(**(vq_config or {}))
-        self.vq_config = given
+        vq = vq_config if isinstance(vq_config, JanusVQVAEConfig) else JanusVQVAEConfig(**(vq_config or {}))
+        self.vq_config = vq
         self.network = {"layers": 1, "heads": 1, "hidden_size": 16} | (network or {})
         self.vocab, self.words, self.features = vocab, words, features
         self.sizes  # noqa: B018, raises for an invalid network
@@ -108,8 +108,8 @@ class JanusCodec:
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
         """Encode pixels (B, height, width, 3) in [-1, 1] to codes (B, T), int64."""
-        made = self.model.encode(pixels.permute(0, 3, 1, 2).to(self.model.dtype))
-        return made.image_tokens.view(len(pixels), -1)
+        encoded = self.model.encode(pixels.permute(0, 3, 1, 2).to(self.model.dtype))
+        return encoded.image_tokens.view(len(pixels), -1)
 
 
 load = RandARImageModel.read

@@ -95,10 +95,10 @@ class RankBuffer(TokenBuffer):
 
     def in_generation_order(self, row: int, items: list[Any], given: str | int | None = None) -> list[Any]:
         order, drawn = self.orders[row], items[: len(self.orders[row]) - self.given[row]]
-        found = [given] * len(order)
+        placed = [given] * len(order)
         for place, item in zip(order[self.given[row] :], drawn):
-            found[place] = item
-        return found
+            placed[place] = item
+        return placed
 
     def values(self, row: int) -> Tensor:
         drawn_T = torch.tensor(self.in_generation_order(row, self.tokens[row], FREE), dtype=torch.long)

@@ -39,11 +39,11 @@ class SmallVAR(Drafter):
         """Load a model's folder, strictly. target: a model, for its device, dtype and codebook. Raises ValueError if
         both are models with different codebooks.
         """
-        found: Any = load(folder, target.dtype)
-        found = found.to(target.device)
+        model: Any = load(folder, target.dtype)
+        model = model.to(target.device)
         if isinstance(target, VARImageModel):
-            check_codebook("drafter", found, target)
-        return cls(found.var)
+            check_codebook("drafter", model, target)
+        return cls(model.var)
 
     def attach(self, target: ScaleImages) -> None:
         """Attach to a target. Raises ValueError unless both generate the same maps, and the target is a plain model."""
@@ -69,7 +69,7 @@ class SmallVAR(Drafter):
         node, distributions = self._catch_up(state, memory)
         images, size = len(state.rows), state.pending.shape[1]
         values: list[Tensor] = []
-        given: list[Maps] = []
+        laws: list[Maps] = []
         for level in range(depth):
             if level:
                 groups = memory.reading.read(values[-1][:, None])
@@ -84,8 +84,8 @@ class SmallVAR(Drafter):
                 codes_BS, q = state.noise.draft(distribution, level)
             codes_BS = codes_BS.masked_fill(~distribution.real[:, 0, : codes_BS.shape[1]], 0)
             values.append(F.pad(codes_BS, (0, size - codes_BS.shape[1])))
-            given += [] if q is None else [q]
-        return trees.chain_draft(state.pending, torch.stack(values, 1), Maps.chain(given, size) if given else None)
+            laws += [] if q is None else [q]
+        return trees.chain_draft(state.pending, torch.stack(values, 1), Maps.chain(laws, size) if laws else None)
 
     def _catch_up(self, state: State, memory: SmallVARState) -> tuple[list[int], Maps]:
         """Read what was committed since the last draft. Returns each image's last node, and the distributions."""

@@ -75,14 +75,14 @@ def shape_of(weights: Weights) -> MultiScaleShape:
 
 def _split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Split attention's fused projection into queries, keys and values, as in taming's layout."""
-    found: dict[str, Tensor] = {}
+    split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(.*\.attn[^.]*(?:\.\d+)?)\.qkv\.(weight|bias)", name)
         if match is None:
-            found[name] = tensor
+            split[name] = tensor
             continue
-        found |= {f"{match[1]}.{part}.{match[2]}": third for part, third in zip("qkv", tensor.chunk(3))}
-    return found
+        split |= {f"{match[1]}.{part}.{match[2]}": third for part, third in zip("qkv", tensor.chunk(3))}
+    return split
 
 
 def published(weights: Path, vq: Path) -> VARImageModel:

@@ -75,9 +75,9 @@ class VARImageModel(OwnImageModel):
 
 def check_codebook(name: str, other: VARImageModel, model: VARImageModel) -> None:
     """Raise ValueError unless both models have the same codebook."""
-    own, wanted = (one.autoencoder.quantize.embedding.weight for one in (other, model))
-    if not same_table(own, wanted, 1e-3):
-        raise ValueError(f"{name}: got a model with another codebook, expected the model's {len(wanted)} codes")
+    own, theirs = (one.autoencoder.quantize.embedding.weight for one in (other, model))
+    if not same_table(own, theirs, 1e-3):
+        raise ValueError(f"{name}: got a model with another codebook, expected the model's {len(theirs)} codes")
 
 
 load = VARImageModel.read

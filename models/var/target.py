@@ -84,10 +84,10 @@ class VARImages(ScaleImages):
         classes = class_numbers(texts, count, "prompt", self.labels)
         against = torch.full((len(texts),), count)
         if negative is not None:
-            worded = [b for b, text in enumerate(negative) if text.strip()]
-            if worded:
-                others = [negative[b] for b in worded]
-                against[worded] = class_numbers(others, count, "negative_prompt", self.labels)
+            with_words = [b for b, text in enumerate(negative) if text.strip()]
+            if with_words:
+                others = [negative[b] for b in with_words]
+                against[with_words] = class_numbers(others, count, "negative_prompt", self.labels)
         return ScalePrompt(classes.to(self.model.device), against.to(self.model.device))
 
 
@@ -118,6 +118,6 @@ def calibrate_budget(model: VARImageModel, share: float) -> CacheBudget:
         raise ValueError(f"budget: got {share}, expected a share in (0, 1]")
     count = min(CALIBRATED, net.config.classes)
     classes = torch.arange(count, device=net.device) * net.config.classes // count
-    found = selectivity(net, model.autoencoder.quantize, classes, torch.Generator(net.device).manual_seed(0))
+    measured = selectivity(net, model.autoencoder.quantize, classes, torch.Generator(net.device).manual_seed(0))
     window = next((side**2 for side in (4, 3, 2) if side**2 <= round(share * net.config.scales.begins[-2])), 1)
-    return CacheBudget.allot(found, net.config.scales, share, window)
+    return CacheBudget.allot(measured, net.config.scales, share, window)

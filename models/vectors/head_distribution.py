@@ -96,8 +96,8 @@ class _Chains:
         own, *other = self._predict(x_Ud, self._modulations(step, chains_M))
         share = None
         if head.learned:  # log sigma is interpolated between its bounds at (1 + prediction) / 2
-            own, said = own.split(head.size, dim=-1)
-            share = ((said + 1) / 2).view_as(x_MWd)
+            own, output = own.split(head.size, dim=-1)
+            share = ((output + 1) / 2).view_as(x_MWd)
             other = [part[..., : head.size] for part in other]
         mixed = torch.lerp(other[0], own, self._scale(chains_M, x_MWd.shape[1])) if other else own
         at = step if isinstance(step, int) else step.flatten()
@@ -111,8 +111,8 @@ class _Chains:
         scale, modulations = self._scale(None, 1), self.ahead_GMSV.flatten(0, 1).unbind(1)
         noise_MSd = normal_MSd * steps.low.exp()[:, None]
         for noise_Md, own, (of_point, of_output) in zip(noise_MSd.unbind(1), modulations, self.distributions.moves):
-            said, *other = self._predict(x_Md, own)
-            mixed = torch.lerp(other[0], said, scale) if other else said
+            output, *other = self._predict(x_Md, own)
+            mixed = torch.lerp(other[0], output, scale) if other else output
             x_Md = torch.add(noise_Md, x_Md, alpha=of_point).add_(mixed, alpha=of_output)
         return x_Md
 
