@@ -21,14 +21,16 @@ PAINTERS = {  # and what they draw
     "painter": ("a photo of three stars", "a photo of a cross left of a ring"),
     "painter-emoji": ("a photo of a penguin on a cloudy blue ground", "a photo of a parrot on a grainy pink ground"),
 }
-PRESET = "gumbel"  # which draws the pictures of plain decoding (docs/methods.md)
-SIDE = 192  # pixels of a picture on the page
-FIRST = 206  # of the held-out scenes: of each world, four that its captioner describes without a mistake
+PRESET = "gumbel"  # draws the pictures of plain decoding
+SIDE = 192  # side of a picture on the page in pixels
+FIRST = 206  # first held-out scene; from here, each captioner describes four without a mistake
 
 
 @dataclass
 class Section:
-    """What one world's captions, or all pictures, came to; figures: pictures as data URIs, and the pieces of a caption."""
+    """The results of one world's captions, or of all pictures. `figures` are pictures as data URIs with the pieces of
+    a caption.
+    """
 
     world: str = ""
     summary: str = ""
@@ -37,7 +39,7 @@ class Section:
     equal: int = 0
 
     def add(self, view: Table, name: str, slow: float, fast: float, tau: float, same: bool) -> None:
-        """Count one caption or picture, and show it in a row; slow, fast: seconds."""
+        """Count one caption or picture, and show it in a row. `slow` and `fast` are seconds."""
         self.equal += same
         self.ratios.append(slow / fast)
         times = (f"{1e3 * seconds:.0f} ms" for seconds in (slow, fast))
@@ -46,12 +48,12 @@ class Section:
 
 @dataclass(kw_only=True)
 class Options:
-    count: Positive = option("how many scenes of each world", 4)
-    world: str | None = option("captions of this world alone; default: both, and pictures", None, choices=list(WORLDS))
-    out: Path = option("folder of the page", Path("out/demo"), writes="folder")
-    race: Path | None = option(
-        "a GIF of plain and accelerated decoding in real time, and nothing else", None, writes="file"
+    count: Positive = option("number of scenes of each world", 4)
+    world: str | None = option(
+        "only caption scenes of this world (default: both, and draw pictures)", None, choices=list(WORLDS)
     )
+    out: Path = option("folder of the page", Path("out/demo"), writes="folder")
+    race: Path | None = option("only write a GIF of plain and accelerated decoding in real time", None, writes="file")
 
 
 def run(arguments: Options) -> int:
