@@ -1,4 +1,4 @@
-"""`visspec bench image` on a user's prompts and photographs, and what docs/methods.md says about LANTERN, to the table."""
+"""`visspec bench image` on a user's prompts and photographs, and the commands of docs/methods.md on LANTERN."""
 
 import json
 import re

@@ -1,5 +1,6 @@
-"""`visspec demo`: the embedded models at work. Captions of two worlds, stock and accelerated, the same words in less
-time, and pictures, plain and accelerated, the same codes in less time, with the map of what was drafted.
+"""`visspec demo`: the included models at work, plain and accelerated side by side.
+
+Captions of two worlds by transformers' generate and by ours, and pictures with a map of what was drafted.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-WORLDS = {"shapes": ("captioner", "vispec"), "emoji": ("captioner-emoji", "vispec-emoji")}  # captioner and drafter
-PUBLISHED = ("captioner-smollm2", "auto")  # those of shapes where `make real` has fetched the language model
-PAINTERS = {  # and what they draw
+WORLDS = {"shapes": ("captioner", "vispec"), "emoji": ("captioner-emoji", "vispec-emoji")}
+PUBLISHED = ("captioner-smollm2", "auto")  # used for shapes if `make real` has downloaded the language model
+PAINTERS = {  # and their prompts
     "painter": ("a photo of three stars", "a photo of a cross left of a ring"),
     "painter-emoji": ("a photo of a penguin on a cloudy blue ground", "a photo of a parrot on a grainy pink ground"),
 }
@@ -57,9 +58,7 @@ class Options:
 
 
 def run(arguments: Options) -> int:
-    """Caption held-out scenes both ways, draw both ways, print and write out/index.html. Returns 0 when all words and
-    pictures are equal.
-    """
+    """Run the demo and write out/index.html. Returns 0 if all words and pictures are equal."""
     if arguments.race:
         from visspec.cli import race
 
@@ -95,14 +94,16 @@ def run(arguments: Options) -> int:
 
 
 def captioner_of(world: str) -> tuple[str, str]:
-    """The captioner of a world and its drafter; of shapes the one around SmolLM2, if its language model is there."""
+    """Return the captioner of a world and its drafter; for shapes the one around SmolLM2, if its language model
+    exists.
+    """
     from visspec.io import included
 
     return PUBLISHED if world == "shapes" and (included.PUBLISHED / "smollm2").is_dir() else WORLDS[world]
 
 
 def caption_section(name: str, count: int, console: Console) -> Section:
-    """Captions of a world's held-out scenes by transformers' generate and by ours, printed one by one."""
+    """Caption held-out scenes of a world with transformers' generate and ours, and print them one by one."""
     import torch
     from PIL import Image
     from rich.table import Table
@@ -137,7 +138,7 @@ def caption_section(name: str, count: int, console: Console) -> Section:
 
 
 def draw_pictures(console: Console) -> Section:
-    """Pictures of PAINTERS by plain decoding and accelerated, each with its map of where the tokens came from."""
+    """Draw the pictures of PAINTERS by plain decoding and accelerated, each with the map of its token origins."""
     import torch
     from rich.table import Table
 
