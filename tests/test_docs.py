@@ -164,10 +164,10 @@ def evaluating(home: Path) -> None:
     """Pictures of prompts, with GenEval's metadata of them."""
     rows = included.scenes("shapes").prompts()[:8]
     photographs(home / "reference", 8)
-    (home / "out" / "images").mkdir(parents=True)
+    (home / "drawn").mkdir()
     for i, image in enumerate(included.scenes("shapes").images(8)):
-        image.save(home / "out" / "images" / f"{i}.png")
-    lines = [{"image": str(home / "out" / "images" / f"{i}.png"), **row} for i, row in enumerate(rows)]
+        image.save(home / "drawn" / f"{i}.png")
+    lines = [{"image": str(home / "drawn" / f"{i}.png"), **row} for i, row in enumerate(rows)]
     (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     tiny_clip(home / "openai" / "clip-vit-large-patch14")
 
