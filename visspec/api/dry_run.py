@@ -32,9 +32,7 @@ GB = 1e9
 
 
 def shallow(spec: str, layers: int, *, device: str, dtype: str | torch.dtype) -> tuple[PreTrainedModel, Any, dict]:
-    """Build a target of few layers (`loading.without_weights`). Returns (model, processor, facts about the whole
-    model).
-    """
+    """Build a target of few layers without weights. Returns (model, processor, facts about the whole model)."""
     whole = loading.without_weights(spec)
     where, local = loading.located(spec)
     config = whole.config

@@ -286,9 +286,7 @@ class TrainingData:
         return (~held_N).nonzero()[:, 0], held_N.nonzero()[:, 0][:most]
 
     def shuffle(self, number_N: Tensor, seed: int) -> Tensor:
-        """Return items in a seeded order. Records that are read in groups are shuffled `WINDOW` random groups at a
-        time.
-        """
+        """Return items in a seeded order. Records read in groups are shuffled `WINDOW` groups at a time."""
         generator = torch.Generator().manual_seed(seed)
         number_N = number_N[torch.randperm(len(number_N), generator=generator)]
         groups_G = torch.tensor(self.records.groups)

@@ -130,9 +130,7 @@ def in_turns(items: Iterable[Item], category: Callable[[Item], str]) -> list[Ite
 
 
 def readable(records: RecordStream) -> Iterator[tuple[Any, Record]]:
-    """Yield images of records, alternating between categories if their number is known. Unreadable images are reported
-    on stderr and skipped.
-    """
+    """Yield images of records, alternating between categories. Unreadable ones are reported and skipped."""
     for record in records if records.total is None else in_turns(records, lambda one: one.category):
         try:
             if record.error is not None:
@@ -211,9 +209,7 @@ def table(
     left: Iterable[str] = (),
     whole: Iterable[str] | None = None,
 ) -> Table:
-    """Return a rich table for the terminal. The first column and those in `left` are left-aligned; those in `whole`
-    (default: the same) are not wrapped.
-    """
+    """Return a rich table. Columns in `left` are left-aligned; those in `whole` are not wrapped."""
     view = Table(title=title, caption=caption)
     left = {next(iter(columns)), *left}
     whole = left if whole is None else set(whole)

@@ -140,7 +140,6 @@ def image_files(
 
 
 def _visible(folder: Path, lost: list[OSError]) -> Iterator[Path]:
-    """Yield the files of a folder that are neither hidden nor in a hidden folder. `lost` gets the errors of folders."""
     for home, folders, names in os.walk(folder, onerror=lost.append):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(home, name) for name in names if not name.startswith("."))
