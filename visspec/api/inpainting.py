@@ -57,11 +57,8 @@ def picture_of(
     copies: int,
     device: torch.device,
 ) -> InpaintingStart | None:
-    """Check and encode the picture of a call, given its number of prompts and of images for each. None if there is no
-    picture.
-
-    Raises:
-        ValueError: If it does not fit the model, before any pass.
+    """Check and encode the picture of a call with this many prompts, and images for each; None without a picture.
+    Raises ValueError, before any pass, if it does not fit the model.
     """
     for name, given, other in (("image", image, mask), ("mask_image", mask, image)):
         if given is not None and family.draws != "any order":

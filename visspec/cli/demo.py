@@ -25,8 +25,7 @@ PAINTERS = {  # and their prompts
 }
 ANIMALS = ("a photo of a penguin on a smooth blue ground", "a photo of a fox face on a cloudy green ground")
 GALLERY = PAINTERS | dict.fromkeys(("painter-any-order", "painter-mar", "painter-var"), ANIMALS)
-# The fastest preset for each kind of painter that draws the pictures of plain decoding, or for vectors pictures with
-# its # distribution.
+# The fastest preset for each kind of painter that keeps pictures of plain decoding, or for vectors their distribution.
 PRESETS = {"codes": "gumbel", "any order": "assd-raster", "vectors": "denoise", "maps": "scales"}
 SIDE = 192  # side of a picture of the gallery in pixels
 FIRST = 206  # first held-out scene; from here, each captioner describes four without a mistake

@@ -108,14 +108,9 @@ def rollout_loss(
     """Return the sum over steps of the mean loss of their elements, and the agreement of each step (K,).
 
     Logits are computed in chunks of at most `ELEMENTS` numbers. The gradient of a chunk is taken, and the chunk is
-    freed, before the next one. The loss can be differentiated once.
-
-    Args:
-        steps: The rollout.
-        weights: Weights (B, T) of each step's elements.
-        law: Maps places (N,) in the batch flattened to (B * count,) to the target's logits (N, width).
-        each: Maps a chunk to losses and agreements (N,) of its elements.
-        parameters: Parameters that `each` uses besides the states.
+    freed, before the next one. The loss can be differentiated once. `weights` (B, T) are those of each step's elements.
+    `law` maps places (N,) in the batch flattened to (B * count,) to the target's logits (N, width), and `each` maps a
+    chunk to losses and agreements (N,), using `parameters` besides the states.
     """
     graph, device = torch.is_grad_enabled(), weights[0].device
     shares = [weight.flatten().float() / weight.sum().clamp(min=1) for weight in weights]
