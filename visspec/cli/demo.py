@@ -22,28 +22,14 @@ PAINTERS = {  # and their prompts
     "painter": ("a photo of three stars", "a photo of a cross left of a ring"),
     "painter-emoji": ("a photo of a penguin on a cloudy blue ground", "a photo of a parrot on a grainy pink ground"),
 }
-<<<<<<< HEAD
 PRESET = "gumbel"  # draws the pictures of plain decoding
 SIDE = 192  # side of a picture on the page in pixels
-=======
-ANIMALS = ("a photo of a penguin on a smooth blue ground", "a photo of a fox face on a cloudy green ground")
-GALLERY = PAINTERS | dict.fromkeys(("painter-any-order", "painter-mar", "painter-var"), ANIMALS)
-# The fastest preset for each kind of painter that keeps pictures of plain decoding, or for vectors their distribution.
-PRESETS = {"codes": "gumbel", "any order": "assd-raster", "vectors": "denoise", "maps": "scales"}
-SIDE = 192  # side of a picture of the gallery in pixels
->>>>>>> main
 FIRST = 206  # first held-out scene; from here, each captioner describes four without a mistake
 
 
 @dataclass
 class Section:
-<<<<<<< HEAD
-    """The results of one world's captions, or of all pictures. `figures` are pictures as data URIs with the pieces of
-    a caption.
-    """
-=======
-    """The results of one world's captions, or of all pictures. `figures` are pictures and pieces of captions."""
->>>>>>> main
+    """The results of one world's captions, or of all pictures. `figures` are data URIs and pieces of captions."""
 
     world: str = ""
     summary: str = ""
@@ -51,15 +37,9 @@ class Section:
     ratios: list[float] = field(default_factory=list)
     equal: int = 0
 
-<<<<<<< HEAD
     def add(self, view: Table, name: str, slow: float, fast: float, tau: float, same: bool) -> None:
         """Count one caption or picture, and show it in a row. `slow` and `fast` are seconds."""
         self.equal += same
-=======
-    def add(self, view: Table, name: str, slow: float, fast: float, tau: float, same: bool | None) -> None:
-        """Count a caption or picture and show it in a row. `same` is None if it need not be equal."""
-        self.equal += bool(same)
->>>>>>> main
         self.ratios.append(slow / fast)
         times = (f"{1e3 * seconds:.0f} ms" for seconds in (slow, fast))
         view.add_row(name, *times, f"{slow / fast:.2f}", f"{tau:.2f}", "yes" if same else "NO")

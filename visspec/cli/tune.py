@@ -103,13 +103,7 @@ def candidates(drafters: Sequence[str], model: PreTrainedModel) -> list[str]:
 def tune(
     model: PreTrainedModel, processor: ProcessorMixin, images: Sequence[tuple], drafters: list[str], arguments: Options
 ) -> dict[str, Any]:
-<<<<<<< HEAD
-    """Measure all rows on the first half of (image, prompt) pairs and the best on the second, and choose. Returns the
-    JSON object of docs/results.md.
-    """
-=======
     """Measure all rows on the first half of the pairs and the best on the second. Returns the record."""
->>>>>>> main
     half, rule = len(images) // 2, arguments.acceptance
     request = arguments.prompt or default_prompt(str(model.name_or_path))
     specs, lengths = candidates(drafters, model), sorted(set(arguments.lengths))
