@@ -119,7 +119,7 @@ def caption_section(name: str, count: int, console: Console) -> Section:
     fast = accelerate(model, drafter, tokenizer=processor.tokenizer)
     options = {"max_new_tokens": 160, "do_sample": False}
     other, *inputs = [prepare(processor, [image], PROMPT, model) for image in images]
-    for generate in (model.generate, fast.generate, fast.generate):  # of another scene: drafters may remember answers
+    for generate in (model.generate, fast.generate, fast.generate):  # another scene, because drafters remember answers
         generate(**other, **options)
     view, section = Table(name, "transformers", "visspec", "faster", "tau", "same words"), Section(name)
     for i, (image, prompt) in enumerate(zip(images[1:], inputs), 1):
