@@ -191,7 +191,7 @@ def test_interrupted_caption_keeps_records(error, pictures, tmp_path, capsys, mo
     monkeypatch.setattr(Journal, "add", adding)
     argv = ["caption", *pictures, "--out", str(out), "--max-new-tokens", "12"]
     if error is KeyboardInterrupt:
-        assert main(argv) == 130 and capsys.readouterr().err == "visspec: interrupted; what was written stays\n"
+        assert main(argv) == 130 and capsys.readouterr().err == "visspec: interrupted; finished results are kept\n"
     else:
         with pytest.raises(error):
             main(argv)
