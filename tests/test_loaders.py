@@ -32,7 +32,9 @@ def test_janus_without_ids(tmp_path):
         ImagePipeline(model, None)
     ids = {"bos_token_id": 1, "pad_token_id": 0}
     model.generation_config = GenerationConfig(**ids)
-    with pytest.raises(ValueError, match=r"generation_config: got no generation_kwargs=\{'boi_token_id': \.\.\.\}\. Set"):
+    with pytest.raises(
+        ValueError, match=r"generation_config: got no generation_kwargs=\{'boi_token_id': \.\.\.\}\. Set"
+    ):
         ImagePipeline(model, None)
     model.generation_config = GenerationConfig(**ids, generation_kwargs={"boi_token_id": 3})
     pipe = ImagePipeline(model, None)

@@ -108,14 +108,9 @@ def rollout_loss(
     """Return the sum over steps of the mean loss of their elements, and the agreement of each step (K,).
 
     Logits are computed in chunks of at most `ELEMENTS` numbers. The gradient of a chunk is taken, and the chunk is
-    freed, before the next one. The loss can be differentiated once.
-
-    Args:
-        steps: The rollout.
-        weights: Weights (B, T) of each step's elements.
-        law: Maps places (N,) in the batch flattened to (B * count,) to the target's logits (N, width).
-        each: Maps a chunk to losses and agreements (N,) of its elements.
-        parameters: Parameters that `each` uses besides the states.
+    freed, before the next one. The loss can be differentiated once. `weights` (B, T) are those of each step's elements.
+    `law` maps places (N,) in the batch flattened to (B * count,) to the target's logits (N, width), and `each` maps a
+    chunk to losses and agreements (N,), using `parameters` besides the states.
     """
     graph, device = torch.is_grad_enabled(), weights[0].device
     shares = [weight.flatten().float() / weight.sum().clamp(min=1) for weight in weights]
@@ -144,9 +139,6 @@ def rollout_loss(
 
 
 def _places(steps: Rollout, count: int) -> Iterator[tuple[Tensor, list[int]]]:
-    """Yield places in the flattened batch (N,) and the steps that predict them, all at once if they predict every
-    place.
-    """
     whole = [k for k, step in enumerate(steps) if step.place is None]
     for members in ([whole] if whole else []) + [[k] for k in range(len(steps)) if k not in whole]:
         states, _, place = steps[members[0]]
@@ -161,9 +153,7 @@ def distance(predicted_Nd: Tensor, feature_Nd: Tensor) -> Tensor:
 
 
 def confidence(expected_N: Tensor, q_logits_NV: Tensor, p_logits_NV: Tensor) -> Tensor:
-    """Return the binary cross-entropy (N,) of predicted acceptance rates with the rates 1 - TV(p, q) (DSpark, arXiv
-    2607.05147). Only `expected` gets a gradient.
-    """
+    """Return the cross-entropy (N,) of predicted acceptance rates with 1 - TV(p, q) (DSpark, arXiv 2607.05147)."""
     rate_N = 1 - tv(q_logits_NV.detach(), p_logits_NV)
     return F.binary_cross_entropy_with_logits(expected_N.float(), rate_N.clamp(0, 1), reduction="none")
 
@@ -200,7 +190,6 @@ class Step(nn.Module):
         return torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=self.plan.autocast)
 
     def _each(self, batch: TrainingBatch, kind: str, decays: list[float], part: Chunk) -> tuple[Tensor, Tensor]:
-        """Return losses and agreements of elements (N,), for `rollout_loss`."""
         (drafter,), plan, start, count = self._drafter, self.plan, batch.prompt_length, batch.best.shape[1]
         k, at_N, states_Nd, p_NV = part
         before_N, after_N = (batch.ids[:, start + i :][:, :count].flatten()[at_N] for i in (0, 1))
