@@ -161,7 +161,7 @@ def test_a_drafter_of_lantern_is_found_in_the_folder(tmp_path, monkeypatch):
     exact = pipe("a red cube", preset="drafter", **options)
     plain = pipe("a red cube", preset="plain", **options)
     assert torch.equal(exact.tokens[0], plain.tokens[0])
-    with pytest.raises(ValueError, match="drafter: got 'distilled', which has to be trained"):
+    with pytest.raises(ValueError, match="drafter: 'distilled' must be trained first"):
         pipe("a red cube", drafter="distilled", **options)
     again = pipe("A red  cube", drafter="alone:levels=8", acceptance="exact", **options)  # captions are lower case
     assert torch.equal(again.tokens[0], plain.tokens[0])

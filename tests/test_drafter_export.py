@@ -73,7 +73,7 @@ def test_export_without_a_form_is_refused(data, monkeypatch):
     monkeypatch.setattr(train_drafter, "train", None)
     for preset, form, said in (
         (None, "eagle", "form: got a drafter with positions target for 'eagle', expected index"),
-        ("deer", "dflash", "for a DiffusionDrafter, which other engines can't read"),
+        ("deer", "dflash", "form: DiffusionDrafter has no form 'dflash'. Other engines can't read"),
         ("vispec", "eagle3", "form: got a drafter with fusion sum for 'eagle3', expected split"),
         ("dflash", "dspark", "form: got a drafter with no head that walks"),
     ):

@@ -410,7 +410,7 @@ def test_draft_capture_failure(last, monkeypatch):
 
     own.record = failing
     said, found = warned(lambda: [compiling.drafted(quick, inputs, **GREEDY) for _ in range(2)])
-    assert said == ["graphs: drafts of EagleDrafter are not recorded, it runs eager: RuntimeError: no graphs here"]
+    assert said == ["graphs: drafts of EagleDrafter run without CUDA graphs: RuntimeError: no graphs here"]
     assert found == [compiling.drafted(eager, inputs, **GREEDY)] * 2 and len(calls) == last
     assert not own.recordings and not free(own) and not quick.target.recorder.refused
 
@@ -644,7 +644,7 @@ def test_images(standin, pipe):
 
 
 def test_targets_that_record_nothing_say_so():
-    with pytest.warns(RuntimeWarning, match="graphs: got Target, expected a target whose passes are recorded; it runs"):
+    with pytest.warns(RuntimeWarning, match="graphs: Target does not support CUDA graphs"):
         Target().record(True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

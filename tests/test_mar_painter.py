@@ -192,7 +192,7 @@ REFUSED = [
     (lambda: small(denoising_steps=3), "drafter: got 3 denoising steps, expected 4"),
     (lambda: small(size=4),
      "drafter: got 16 tokens of 4 numbers and 156 classes, expected 16 of 8 and 156"),
-    (lambda: {"preset": "coupled"}, "drafter: got 'mar', which has to be trained, expected the folder"),
+    (lambda: {"preset": "coupled"}, "drafter: 'mar' must be trained first. Pass the folder"),
 ]  # fmt: skip
 
 

@@ -924,8 +924,8 @@ def test_block_positions_with_mrope(tmp_path):
 ONE = torch.ones(1)
 SLOTS, EMBEDDINGS = {"images": "slots"}, {"images": "embeddings"}
 REFUSED = [  # layout, entries and tensors that are changed (None: left out), options, and what is said
-    (eagle_2, {}, {}, {}, "does not tell what it sees of a picture"),
-    (eagle_2, {}, {}, {"images": "latents"}, "does not tell"),
+    (eagle_2, {}, {}, {}, "does not say how it represents images"),
+    (eagle_2, {}, {}, {"images": "latents"}, "does not say"),
     (eagle_2, {}, {}, {"layers": 1, "images": "none"}, "layers: got 1, expected none"),
     (vispec, {}, {}, SLOTS, "is a ViSpec head"),
     (eagle_2, {"hidden_size": 64}, {}, SLOTS, "made for a target of hidden size 64, got a model of 32"),
