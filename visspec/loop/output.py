@@ -65,9 +65,7 @@ class TokenBuffer:
             self.finished.add(row)
 
     def in_generation_order(self, row: int, items: list[Any], given: str | int | None = None) -> list[Any]:
-        """Return items of an original row's nodes in the order of `values`, with `given` for nodes that were not
-        drawn.
-        """
+        """Return items of a row's nodes in the order of `values`, with `given` for nodes that were not drawn."""
         return items
 
     def values(self, row: int) -> Tensor:
