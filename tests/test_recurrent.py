@@ -6,6 +6,7 @@ from itertools import zip_longest
 import pytest
 import torch
 import transformers as tf
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import visspec
 from tests.doubles import Double, Oracle, TreeOracle, new_tokens, opened_model
@@ -312,6 +313,24 @@ def test_the_longest_path_is_not_replayed(most, monkeypatch):
     for i, layer in state.cache.past.layers.items():
         torch.testing.assert_close(layer.recurrent_states[0][0], cache.layers[i].recurrent_states[0][0])
         torch.testing.assert_close(layer.conv_states[0][0], cache.layers[i].conv_states[0][0])
+
+
+@torch.inference_mode()
+def test_rows_of_a_draft_are_one_chunk(monkeypatch):
+    """torch's gated delta rule fills the rows of a prompt up to 64 tokens, but not those of a chain or a tree."""
+    rule, sizes = modeling_qwen3_5.torch_chunk_gated_delta_rule, []
+
+    @functools.wraps(rule)
+    def spy(*args, **more):
+        sizes.append(more.get("chunk_size"))
+        return rule(*args, **more)
+
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", spy)
+    target, state, _ = opened_model(model_of("qwen3_5"), prompt("qwen3_5", (9, 6)))
+    assert sizes[-3:] == [None] * 3
+    for parent, size in (((-1, 0, 1, 2), 4), ((-1, 0, 0, 1, 1), 3)):
+        target.verify(state, Draft(torch.full((2, len(parent)), 7), trees.static(parent)))
+        assert sizes[-3:] == [size] * 3
 
 
 def test_windows_behind_trees_that_take_too_much_memory(monkeypatch):

@@ -212,14 +212,14 @@ class RecurrentStateCheckpoints:
 
 
 class ShortChunks(ModuleHooks):
-    """A context in which torch's gated delta rule takes the `width` tokens of a row for a chunk. It would fill every row
-    up to `CHUNK` tokens, which can cost more than all the rest of a draft's pass.
+    """A context in which torch's gated delta rule takes the `width` tokens of a row for a chunk. Otherwise it fills
+    every row up to `CHUNK` tokens, which makes the paths of a tree expensive.
     """
 
     def __init__(self, modules: dict[int, nn.Module], width: int, device: torch.device):
         super().__init__()
         short = device.type == "cpu" and 1 < width < CHUNK
-        self.modules = [module for module in modules.values() if short and _takes_chunk_size(type(module))]
+        self.modules = [module for module in modules.values() if short and _takes_chunk_size(type(module).forward)]
         self.width = width
 
     def _put_up(self) -> list[RemovableHandle]:
@@ -230,9 +230,9 @@ class ShortChunks(ModuleHooks):
 
 
 @functools.cache
-def _takes_chunk_size(kind: type[nn.Module]) -> bool:
-    """Whether modules of a class hand their keyword arguments on to torch's gated delta rule."""
-    rule = inspect.unwrap(kind.forward).__globals__.get("torch_chunk_gated_delta_rule")
+def _takes_chunk_size(forward: Callable) -> bool:
+    """Whether a module's pass hands its keyword arguments on to torch's gated delta rule."""
+    rule = inspect.unwrap(forward).__globals__.get("torch_chunk_gated_delta_rule")
     return rule is not None and "chunk_size" in inspect.signature(rule).parameters
 
 
