@@ -111,6 +111,6 @@ def test_what_is_missing_is_named_before_anything_is_drawn(home, capsys):
         ([*mine, "--reference", "gone", *TINY], "--reference: got gone, expected a folder of photographs"),
         ([*mine, "--reference", "photos"], "extractor: got 'inception', expected one that can be loaded"),
         ([*mine, "--reference", "photos", *TINY, "--clip", "gone"], "--clip: got 'gone', expected one"),
-        ([*mine, "--method", "lantern"], "--method lantern: drafter: got 'image-eagle:tree=dynamic', which has to be"),
+        ([*mine, "--method", "lantern"], "--method lantern: drafter: 'image-eagle:tree=dynamic' must be trained first"),
     ):
         assert words in refused(capsys, *arguments)

@@ -25,8 +25,7 @@ PAINTERS = {  # and their prompts
 }
 ANIMALS = ("a photo of a penguin on a smooth blue ground", "a photo of a fox face on a cloudy green ground")
 GALLERY = PAINTERS | dict.fromkeys(("painter-any-order", "painter-mar", "painter-var"), ANIMALS)
-# The fastest preset for each kind of painter that draws the pictures of plain decoding, or for vectors pictures with
-# its # distribution.
+# The fastest preset for each kind of painter that keeps pictures of plain decoding, or for vectors their distribution.
 PRESETS = {"codes": "gumbel", "any order": "assd-raster", "vectors": "denoise", "maps": "scales"}
 SIDE = 192  # side of a picture of the gallery in pixels
 FIRST = 206  # first held-out scene; from here, each captioner describes four without a mistake
@@ -34,9 +33,7 @@ FIRST = 206  # first held-out scene; from here, each captioner describes four wi
 
 @dataclass
 class Section:
-    """The results of one world's captions, or of all pictures. `figures` are the picture and the pieces of each
-    caption.
-    """
+    """The results of one world's captions, or of all pictures. `figures` are pictures and pieces of captions."""
 
     world: str = ""
     summary: str = ""
@@ -45,9 +42,7 @@ class Section:
     equal: int = 0
 
     def add(self, view: Table, name: str, slow: float, fast: float, tau: float, same: bool | None) -> None:
-        """Count one caption or picture, and show it in a row. `slow` and `fast` are seconds; `same` is None if it need
-        not be equal.
-        """
+        """Count a caption or picture and show it in a row. `same` is None if it need not be equal."""
         self.equal += bool(same)
         self.ratios.append(slow / fast)
         times = (f"{1e3 * seconds:.0f} ms" for seconds in (slow, fast))
@@ -107,9 +102,7 @@ def run(arguments: Options) -> int:
 
 
 def captioner_of(world: str) -> tuple[str, str]:
-    """Return the captioner of a world and its drafter; for shapes the one around SmolLM2, if its language model
-    exists.
-    """
+    """Return the captioner of a world and its drafter; for shapes the one around SmolLM2, if available."""
     from visspec.io import included
 
     return PUBLISHED if world == "shapes" and (included.PUBLISHED / "smollm2").is_dir() else WORLDS[world]
