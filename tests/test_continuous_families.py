@@ -168,7 +168,7 @@ def test_mar_refuses_what_it_can_not_draw(folder):
     pipe = ImagePipeline(network(0), None, parts={"plan": PLAN})
     for change, words in (
         ({"prompt": "a cat"}, "prompt: got 'a cat', expected a class number 0..4"),
-        ({"negative_prompt": "2", "guidance_scale": 2.0}, "mar reads none"),
+        ({"negative_prompt": "2", "guidance_scale": 2.0}, "mar does not support it"),
         ({"height": 64}, "height, width: got 64 x"),
         ({"temperature": 0.0}, "temperature: got 0, expected a positive number"),
         ({"top_p": 0.5}, "top_p: got 0.5, expected 1"),
@@ -177,5 +177,5 @@ def test_mar_refuses_what_it_can_not_draw(folder):
         with one_sentence(words):
             pipe(**{"prompt": "1", "seed": 0, "output_type": "latent"} | change)
     vae = layouts_mar.load_mar_vae(folder / "kl16.safetensors")
-    with pytest.raises(ValueError, match="autoencoder: got 4 channels, expected those of tokens of 6"):
+    with pytest.raises(ValueError, match="autoencoder: got 4 channels, which do not fit tokens of size 6"):
         MARImages(type(network(0))(replace(network(0).config, size=6)), autoencoder=vae)

@@ -247,7 +247,7 @@ def test_what_is_no_glm_image_pipeline_is_refused(tmp_path):
     with pytest.raises(ValueError, match="model: got diffusers' FluxPipeline, expected GlmImagePipeline"):
         ImagePipeline.from_pretrained(str(tmp_path))
     (tmp_path / "vae").symlink_to("/")
-    with pytest.raises(ValueError, match="names the file 'vae', expected a file inside the folder"):
+    with pytest.raises(ValueError, match="refers to 'vae', expected a file inside the folder"):
         ImagePipeline.from_pretrained(str(tmp_path))
 
 
@@ -312,7 +312,7 @@ def test_each_refusal_is_one_sentence_that_names_its_argument():
             tiny.chameleon(), tiny.ChameleonTexts(), style="meta"
         ),
         "codec: got one for a model of the type 'emu3'": lambda: family_of(tiny.emu3(), emu, codec=object()),
-        "model: one of the type 'llama' draws no images; `visspec list families` has": lambda: family_of(other, None),
+        "model: type 'llama' does not generate images; `visspec list families` shows": lambda: family_of(other, None),
     }
     for start, call in refused.items():
         with one_sentence("^" + re.escape(start)):

@@ -28,7 +28,7 @@ from visspec.models.published_tensors import Weights, rename
 def test_janus_without_ids(tmp_path):
     model = copy.deepcopy(tiny_images.janus())
     model.generation_config = GenerationConfig()
-    with one_sentence("got no bos_token_id, pad_token_id, generation_kwargs=.*set model.generation_config = Generat"):
+    with one_sentence("got no bos_token_id, pad_token_id, generation_kwargs=.*Set model.generation_config = Generat"):
         ImagePipeline(model, None)
     ids = {"bos_token_id": 1, "pad_token_id": 0}
     model.generation_config = GenerationConfig(**ids)
@@ -166,7 +166,7 @@ class Harmful:
 
 @pytest.mark.parametrize("content, words", [
     ({"model": Harmful()}, "its pickle asks for print, which is not run"), ([1, 2], "path: "), ({"steps": 1}, "path: "),
-    (b"junk", "path: "), (b"", "EOFError"), (None, "there is no"),
+    (b"junk", "path: "), (b"", "EOFError"), (None, "does not exist"),
 ])  # fmt: skip
 def test_a_refused_pickle_brings_no_advice_to_run_it(tmp_path, content, words, capsys):
     path = tmp_path / "bad.pt"
@@ -196,7 +196,7 @@ def test_a_table_without_a_null_class_is_not_guided(tmp_path, monkeypatch):
     assert torch.equal(model.prefix(torch.tensor([10]))[0, 0], tensors["cls_embedding.embedding_table.weight"][10])
     pipe = ImagePipeline(model, None)
     assert pipe("10", seed=0, output_type="latent").tokens[0].shape == (16,), "unguided is its default"
-    with pytest.raises(ValueError, match="guidance_scale: got one that is not 1, expected 1: the model has no class"):
+    with pytest.raises(ValueError, match=r"guidance_scale: got one that is not 1.*no null class"):
         pipe("10", guidance_scale=4.0, output_type="latent")
     guided = layouts_llamagen.load_llamagen(file, 4, 4)
     assert guided.config.classes == 10 and guided.guided and ImagePipeline(guided, None).family.default_guidance == 4.0

@@ -36,7 +36,7 @@ MISTAKES = {
     "caption {}/photo.png --preset gumbel": "for models of codes, expected one for text",
     "caption {}/photo.png --preset {}/gone.json": "gone.json",
     "caption {}/photo.png --model captoiner": "such as captioner",
-    "caption {}/photo.png --model nobody/nothing": "nobody/nothing is no folder",
+    "caption {}/photo.png --model nobody/nothing": "nobody/nothing is neither a folder",
     "caption {}/photo.png --model {}/gone": "gone",
     "caption {}/photo.png --max-new-tokens many": "--max-new-tokens: got many, expected a whole number",
     "caption {}/photo.png --temperature hot": "--temperature: got hot",
@@ -53,7 +53,7 @@ MISTAKES = {
     "caption {}/*.gif --out x.jsonl": "got no image",
     "caption {}/empty --out x.jsonl": "holds no image",
     "caption {} --out {}": "is a folder, expected a file",
-    "generate x --ray --out x --grid g.png": "--grid: got one beside --ray",
+    "generate x --ray --out x --grid g.png": "--grid: got it with --ray",
     "caption {}/photo.png --dtype float8": "--dtype: got float8, expected auto, float32, bfloat16, float16",
     "caption {}/photo.png --device gpu": "device: got 'gpu'",
     "caption {}": "--out: got none, expected a .jsonl or .parquet file",
@@ -61,19 +61,19 @@ MISTAKES = {
     "caption {}/photo.png --report page.html": "--report: got it without --out",
     "caption {}/photo.png --schema {}/gone.json": "--schema: got",
     "generate": "prompt: got none, expected at least one",
-    "generate ''": "prompt: got an empty one. Say what to draw.",
-    "generate ' ' --ray --out x": "prompt: got an empty one. Say what to draw.",
+    "generate ''": "prompt: got an empty prompt. Describe what to draw.",
+    "generate ' ' --ray --out x": "prompt: got an empty prompt. Describe what to draw.",
     "generate x -n 0": "-n: got 0, expected a whole number of at least 1",
     "generate x -n 4 --out pic.png": "--out: got pic.png for 4 pictures, expected a folder",
     "generate x --preset copled": "such as coupled",
     "generate x --model paintr": "such as painter",
-    "generate x --model captioner": "'llava' draws no images",
-    "bench image --model captioner": "'llava' draws no images",
+    "generate x --model captioner": "'llava' does not generate images",
+    "bench image --model captioner": "'llava' does not generate images",
     "bench image --model painter --prompts {}/gone.txt": "gone.txt",
     "bench image --model painter --method coupled=jacobi": "expected a preset or name=drafter/acceptance",
     "convert llamagenn {}/x.pt --out {}/out": "such as llamagen",
     "convert llamagen {}/gone.pt --vq {}/gone.pt --out {}/out": "gone.pt",
-    "caption {}/photo.png --model deepseek-ai/Janus-Pro-1B": "deepseek-ai/Janus-Pro-1B is no folder",
+    "caption {}/photo.png --model deepseek-ai/Janus-Pro-1B": "deepseek-ai/Janus-Pro-1B is neither a folder",
     "generate x --prompts {}/gone.txt": "gone.txt",
     "generate x --image {}/photo.png": "both --image and --mask",
     "generate x --retry-failed": "--retry-failed: got it without --ray",
@@ -91,10 +91,10 @@ MISTAKES = {
     "bench text": "--model",
     "serve --port 99999999": "--port: got 99999999, expected a number from 0 to 65535",
     "serve --slots 0": "--slots",
-    "serve --batch-invariant --prefix-cache 9": "--prefix-cache: got it with --batch-invariant, which keeps no prompts",
+    "serve --batch-invariant --prefix-cache 9": "--prefix-cache: got it with --batch-invariant. Leave",
     "serve --host 999.1.1.1": "--host, --port: can't listen on 999.1.1.1, 8000",
     "convert lantern {}/empty --out {}/out": "checkpoint: {}/empty has no config.json",
-    "tune --model captioner --prompts {}/photo.txt": "'llava' draws no images",
+    "tune --model captioner --prompts {}/photo.txt": "'llava' does not generate images",
     "serve --model painter": "painter draws images and writes no text. Use `visspec generate`",
     "bench text --model painter": "draws images and writes no text",
     "bench text --model captioner --prompts {}/photo.png": "photo.png is not a text in UTF-8",
@@ -141,7 +141,7 @@ def test_a_package_that_is_missing_is_a_sentence(line, folder, capsys, monkeypat
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, MISSING[line], None)
     said = refused(capsys, *shlex.split(line.replace("{}", str(folder))))
-    assert f"{MISSING[line]} is not installed, expected it (pip install 'visspec[" in said
+    assert f"{MISSING[line]} is not installed. Run pip install 'visspec[" in said
 
 
 @pytest.mark.parametrize("argv", [[], ["bench"], ["train"]])

@@ -1,12 +1,12 @@
-"""Published checkpoints of DFlash block drafters, as they are read (`export` writes them). The network is that of
-transformers' own class (`MuseGlimmerAssistantModel`), or ours of DFlash 2; what differs is where the configuration says
-what, the names of two tensors, and `Block`.
+"""Reading published checkpoints of DFlash block drafters (`export` writes them). The network is transformers' own class
+(`MuseGlimmerAssistantModel`), or ours for DFlash 2. The forms differ in where the configuration states what, in the
+names of two tensors, and in `DFlashVariant`.
 
 Forms: "dflash" (z-lab and SpecForge: a Qwen3 configuration with `dflash_config`; layer i means hidden_states[i + 1]),
 "dflash2" (the same with sizes of convolutions and selector), "dspark", "domino" (SpecForge: the same with a sequential
 head), "deepspec" (DSpark, and DFlash without a head, with all entries at the top and copies of the target's embeddings
-and head), "speculators" (a nested configuration; id i means hidden_states[i]; possibly a vocabulary of its own; all but
-Domino), "transformers". DSpark is written as speculators'.
+and head), "speculators" (a nested configuration; id i means hidden_states[i]; optionally its own vocabulary; all but
+Domino), "transformers". DSpark is written in speculators' form.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def read(
     nodes: int = 24,
     causal: bool | None = None,
 ) -> BlockModel:
-    """The drafter of a published checkpoint, in the target's dtype. data, shapes: its configuration and the headers of
-    its tensors. causal: whether windows hide later places of the block, where the checkpoint does not tell.
+    """Load a published checkpoint as a drafter, in the target's dtype. data, shapes: its configuration and the headers
+    of its tensors. causal: whether windows hide later places of the block, if the checkpoint does not say.
 
-    Raises ValueError, before weights are read, if they are not exactly those of the form or of this target.
+    Raises ValueError, before it reads weights, unless the tensors are exactly those of the form and of this target.
     """
     with sentence_of(folder), torch.device("meta"):
         config, block = config_of(folder, form, data, model, causal)
@@ -82,7 +82,7 @@ def read(
     if network is DFlash2Model and 0 < few < vocab:
         raise ValueError(f"drafter: draft_vocab_size of {folder} is {few}, expected {vocab} for a selector")
     skipped = {"speculators": (*OF_THE_TARGET, *OWN_HEAD), "deepspec": COPIES}.get(form, ())
-    bare = {name: name.removeprefix("logit_head.") for name in shapes}  # as early files of SpecForge wrap them
+    bare = {name: name.removeprefix("logit_head.") for name in shapes}  # a prefix in early files of SpecForge
     walking = {name for name in shapes if head is not None and bare[name].startswith(sequential.PREFIXES)}
     rest = shapes.keys() - walking - set(skipped)
     names = {name: RENAMED.get(name, name) for name in shapes if name in rest}
@@ -92,21 +92,21 @@ def read(
     def named(own: str) -> str:
         return stored.get(own) or published_name(own, sequential.WRITTEN)
 
-    check_shapes(assistant, {wanted: tuple(shapes[name]) for name, wanted in names.items()}, folder, named)
+    check_shapes(assistant, {target_name: tuple(shapes[name]) for name, target_name in names.items()}, folder, named)
     if head is not None:
-        check_shapes(head, {wanted: tuple(shapes[name]) for name, wanted in heads.items()}, folder, named)
+        check_shapes(head, {target_name: tuple(shapes[name]) for name, target_name in heads.items()}, folder, named)
     owned = own.state_dict().keys() & shapes.keys()
     check_shapes(own, {name: tuple(shapes[name]) for name in owned}, folder)
     assistant = network(config)
     assistant = assistant.to(model.dtype).eval()
     tensors = strip_prefix(read_tensors(folder), folder)
-    load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder, named)
+    load_strictly(assistant, {target_name: tensors[name] for name, target_name in names.items()}, folder, named)
     own = own.to_empty(device="cpu").to(model.dtype)
     load_strictly(own, {name: tensors[name] for name in owned}, folder)
     more = _fields(folder, own.to(model.device), model, vocab)
     if head is not None:
         head = head.to_empty(device="cpu").to(model.dtype).eval()
-        load_strictly(head, {wanted: tensors[name] for name, wanted in heads.items()}, folder, named)
+        load_strictly(head, {target_name: tensors[name] for name, target_name in heads.items()}, folder, named)
         more["sequential"] = head.to(model.device)
         if isinstance(head, Spark):
             head.ids = more.get("ids")
@@ -114,39 +114,39 @@ def read(
 
 
 def layer_of(folder: Path, form: str, data: dict) -> dict:
-    """The entries of the decoder layers."""
+    """Return the entries of the decoder layers."""
     return entry(folder, data, "transformer_layer_config", dict) if form == "speculators" else data
 
 
 def _sequential(folder: Path, form: str, data: dict, vocab: int, few: int, model: PreTrainedModel) -> Any:
-    """The head that walks through the places, on `meta`; None if the form or the checkpoint has none."""
-    said = data if form == "speculators" else {**data, **object_of(data.get("dflash_config"))}
+    """Build the sequential head on `meta`, or return None if the form or the checkpoint has none."""
+    fields = data if form == "speculators" else {**data, **object_of(data.get("dflash_config"))}
     table = cast(Tensor, model.get_input_embeddings().weight)
-    return sequential_of(folder, algorithm(form, data), said, vocab, few, table)
+    return sequential_of(folder, algorithm(form, data), fields, vocab, few, table)
 
 
 def algorithm(form: str, data: dict) -> str:
-    """What a checkpoint is one of: a form, or what speculators' form names."""
+    """Return the algorithm of a checkpoint: its form, or the one that a speculators configuration names."""
     return data["speculators_model_type"] if form == "speculators" else form
 
 
 def config_of(
     folder: Path, form: str, data: dict, model: PreTrainedModel, causal: bool | None = None
 ) -> tuple[MuseGlimmerAssistantConfig, DFlashVariant]:
-    """transformers' configuration of a checkpoint, and what else it says. Raises ValueError for what we don't have."""
+    """Convert a checkpoint's configuration to transformers' and a variant. Raises ValueError if it is unsupported."""
     layer, more = layer_of(folder, form, data), object_of(data.get("dflash_config"))
-    said = data if form == "speculators" else {**data, **more}
+    fields = data if form == "speculators" else {**data, **more}
     check_verifier(folder, data, model)
     sizes = {name: entry(folder, layer, name, int) for name in SIZES}
     check_whole("num_hidden_layers", sizes["num_hidden_layers"], 1, MOST_LAYERS)
     theta, scaling, _, _, partial = rope_of(folder, layer)
     if partial != 1:
         raise ValueError(f"drafter: partial_rotary_factor of {folder} is {shorten(partial)}, expected 1.0")
-    for name, wanted in (("attention_bias", False), ("hidden_act", "silu")):
-        if (found := layer.get(name) or wanted) != wanted:
-            raise ValueError(f"drafter: {name} of {folder} is {shorten(found)}, expected {wanted!r}")
+    for name, expected in (("attention_bias", False), ("hidden_act", "silu")):
+        if (value := layer.get(name) or expected) != expected:
+            raise ValueError(f"drafter: {name} of {folder} is {shorten(value)}, expected {expected!r}")
     for name in ("block_size", "mask_token_id"):
-        check_whole(name, said.get(name), 2 if name == "block_size" else 0, LARGEST)
+        check_whole(name, fields.get(name), 2 if name == "block_size" else 0, LARGEST)
     kinds = _kinds(folder, layer, sizes["num_hidden_layers"])
     window: Any = layer.get("sliding_window") if "sliding_attention" in kinds else 1
     longest = layer.get("max_position_embeddings") or 1
@@ -157,17 +157,17 @@ def config_of(
         max_position_embeddings=longest,
         sliding_window=window,
         layer_types=kinds,
-        block_size=said["block_size"],
-        mask_token_id=said["mask_token_id"],
-        target_layer_ids=_layers(folder, form, said, depth(model), sizes["num_hidden_layers"]),
+        block_size=fields["block_size"],
+        mask_token_id=fields["mask_token_id"],
+        target_layer_ids=_layers(folder, form, fields, depth(model), sizes["num_hidden_layers"]),
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,
     )
     if algorithm(form, data) == "dflash2":
-        known = {**CONVOLUTIONS, **said} if form == "speculators" else said
+        known = {**CONVOLUTIONS, **fields} if form == "speculators" else fields
         with_convolutions(config, *(known.get(name) for name in CONVOLUTIONS))
-    return config, _block(folder, form, said, kinds, window, causal)
+    return config, _block(folder, form, fields, kinds, window, causal)
 
 
 def _kinds(folder: Path, layer: dict, count: int) -> list[str]:
@@ -179,18 +179,18 @@ def _kinds(folder: Path, layer: dict, count: int) -> list[str]:
 
 
 def _layers(folder: Path, form: str, said: dict, layers: int, count: int) -> list[int]:
-    """Layers whose outputs are read, counted from 0. speculators' form names inputs of layers; if z-lab's names none,
-    as many as the drafter has are spread from 1 to the last but two.
+    """Return the layers whose outputs are read, counted from 0. speculators' form names inputs of layers; if z-lab's
+    names none, as many as the drafter has layers are spread from 1 to the last but two.
     """
     low = 1 if form == "speculators" else 0
     name = "aux_hidden_state_layer_ids" if low else "target_layer_ids"
-    stated = said.get(name)
-    if stated is None and not low and layers > 3:
-        stated = [layers // 2] if count == 1 else [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
-    ids = check_wholes(name, stated, 0, MOST_LAYERS)
+    layer_ids = said.get(name)
+    if layer_ids is None and not low and layers > 3:
+        layer_ids = [layers // 2] if count == 1 else [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
+    ids = check_wholes(name, layer_ids, 0, MOST_LAYERS)
     if not ids or (wrong := [i for i in ids if not low <= i < layers]):
-        found = f"layer {wrong[0]}" if ids else "none"
-        raise ValueError(f"drafter: {name} of {folder} names {found}, expected some of {low}..{layers - 1}")
+        problem = f"layer {wrong[0]}" if ids else "none"
+        raise ValueError(f"drafter: {name} of {folder} names {problem}, expected some of {low}..{layers - 1}")
     return [i - low for i in ids]
 
 
@@ -203,13 +203,13 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, c
         both_ways = said.get("sliding_window_non_causal", algorithm(form, said) == "dflash2")
         hides = not both_ways if causal is None else causal
         return DFlashVariant(anchor=anchor, causal=hides, reach=window, from_anchor=True, index=True, raw=True)
-    own = said.get("is_causal", said.get("causal"))  # z-lab; ModelOpt, for all layers
+    own = said.get("is_causal", said.get("causal"))  # keys of z-lab and of ModelOpt, for all layers
     if own and "full_attention" in kinds:
         raise ValueError(f"drafter: is_causal of {folder} is true, expected false for layers of full attention")
     if own is None and causal is None and "sliding_attention" in kinds:
         warnings.warn(
-            f"drafter: {folder} does not say whether its windows hide later places of a block; they do, as in SpecForge"
-            f" and vLLM, and with {folder.name}:causal=false they don't, as in z-lab's own code",
+            f"drafter: {folder} does not say whether its windows hide later places of a block. They do here, as in"
+            f" SpecForge and vLLM; for z-lab's own code, where they do not, use {folder.name}:causal=false.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -229,11 +229,11 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, c
     )
 
 
-# --- embeddings and heads of its own ----------------------------------------------------------------------------------
+# --- its own embeddings and heads -------------------------------------------------------------------------------------
 
 
 def _own(form: str, names: Collection[str], hidden: int, few: int, vocab: int) -> nn.Module:
-    """What a checkpoint has of what others take from the target: a head and its ids, or DeepSpec's copies."""
+    """Build modules for a checkpoint's own head and its ids, or for DeepSpec's copies, instead of the target's."""
     own, some = nn.Module(), 0 < few < vocab
     if form == "deepspec":
         own.embed_tokens, own.lm_head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab, bias=False)
@@ -245,13 +245,13 @@ def _own(form: str, names: Collection[str], hidden: int, few: int, vocab: int) -
 
 
 def _fields(folder: Path, own: Any, model: PreTrainedModel, vocab: int) -> dict[str, Any]:
-    """The same as fields of the variant; of copies, those that are not the target's."""
+    """Return these modules as fields of the variant; copies that equal the target's are left out."""
     if hasattr(own, "embed_tokens"):
         targets = {"embed": model.get_input_embeddings(), "head": model.get_output_embeddings()}
         copies = zip(targets.items(), (own.embed_tokens, own.lm_head))
         return {name: mine for (name, its), mine in copies if not torch.equal(mine.weight, its.weight[:vocab])}
-    found: dict[str, Any] = {"head": own.lm_head} if hasattr(own, "lm_head") else {}
+    fields: dict[str, Any] = {"head": own.lm_head} if hasattr(own, "lm_head") else {}
     if hasattr(own, "d2t"):
-        found["ids"] = own.d2t + torch.arange(len(own.d2t), device=model.device)
-        check_ids(folder, found["ids"], own.t2d, vocab)
-    return found
+        fields["ids"] = own.d2t + torch.arange(len(own.d2t), device=model.device)
+        check_ids(folder, fields["ids"], own.t2d, vocab)
+    return fields
