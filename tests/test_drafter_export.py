@@ -75,7 +75,7 @@ def test_export_without_a_form_is_refused(data, monkeypatch):
         (None, "eagle", "form: got a drafter with positions target for 'eagle', expected index"),
         ("deer", "dflash", "form: DiffusionDrafter has no form 'dflash'. Other engines can't read"),
         ("vispec", "eagle3", "form: got a drafter with fusion sum for 'eagle3', expected split"),
-        ("dflash", "dspark", "form: got a drafter with no head that walks"),
+        ("dflash", "dspark", "form: got a drafter with no sequential head"),
     ):
         with one_sentence(said):
             train(data, "new", preset=preset, export=form)

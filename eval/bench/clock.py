@@ -17,9 +17,7 @@ def waiter(device: torch.device) -> Callable[[], None]:
 
 
 def seconds_of(call: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> tuple[float, Any]:
-    """Return the seconds of a call on an idle device until its work is done, and its result. On a CPU leave out
-    `wait`.
-    """
+    """Return the seconds of a call on an idle device until its work is done, and its result."""
     wait()
     began = time.perf_counter()
     found = call()

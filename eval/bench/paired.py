@@ -1,4 +1,4 @@
-"""Speed of several ways to decode the same prompts: interleaved, paired, with intervals (rules of docs/evaluate.md).
+"""Speed of several ways to decode the same prompts: interleaved, paired, with intervals (rules of docs/results.md).
 
 An *arm* is a callable prompt -> ArmRun. After a warm-up, arms run prompt by prompt in alternating order. Ratios are
 computed prompt by prompt, so that changes in the machine's speed affect all arms equally.
@@ -59,17 +59,9 @@ def turns(names: Sequence[Name], count: int) -> Iterator[tuple[int, list[Name]]]
 def interleave(
     arms: Mapping[str, Arm], prompts: Sequence[Any], warmup: Sequence[Any] = (), title: str | None = None
 ) -> tuple[dict[str, list[ArmRun]], list[str]]:
-    """Run every arm on every prompt.
-
-    Args:
-        arms: The arms by name.
-        prompts: The prompts.
-        warmup: Prompts to run first, without measuring. They must not be among `prompts`, because drafters may remember
-            answers.
-        title: Title of a progress bar; none by default.
-
-    Returns:
-        The runs by arm, and the failures. A prompt that fails in one arm is excluded from all.
+    """Run every arm on every prompt. Returns the runs by arm, and the failures; a prompt that fails in one arm is
+    excluded from all. Prompts in `warmup` run first and are not measured. They must not be in `prompts`, because
+    drafters may remember answers. A `title` shows a progress bar.
     """
     names = list(arms)
     for prompt in warmup:
@@ -122,9 +114,7 @@ def bootstrap(values: Sequence[float], seed: int = 0, resamples: int = 2000) -> 
 
 
 def compare(slow: Sequence[ArmRun], fast: Sequence[ArmRun], per_token: bool = False) -> dict[str, Any]:
-    """Return the speed-up of `fast` over `slow`, pair by pair. `per_token` first divides each time by its number of
-    tokens, for sampled outputs, whose lengths differ.
-    """
+    """Return the speed-up of `fast` over `slow`, pair by pair; `per_token` for outputs of different lengths."""
 
     def cost(run: ArmRun, seconds: float) -> float:
         return seconds / max(run.count, 1) if per_token else seconds
@@ -159,9 +149,7 @@ def time_by_stage(runs: Sequence[ArmRun]) -> dict[str, float]:
 
 
 def tau(runs: Sequence[ArmRun]) -> dict[str, Any]:
-    """Return block efficiency, bonus included: tokens per target pass over all rounds (micro) and mean by prompt
-    (macro).
-    """
+    """Return tokens per target pass, bonus included, over all rounds (micro) and averaged over prompts (macro)."""
     passes = [sum(len(g) for _, g, *_ in r.rounds) for r in runs]
     committed = [sum(sum(g) for _, g, *_ in r.rounds) for r in runs]
     micro = sum(committed) / max(sum(passes), 1)

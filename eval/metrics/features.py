@@ -30,9 +30,7 @@ INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 
 
 class FeatureExtractor(Protocol):
-    """Maps images to features. `fingerprint` identifies weights and preprocessing, which must be equal for
-    comparisons.
-    """
+    """Maps images to features. Only features with the same `fingerprint` can be compared."""
 
     name: str
     fingerprint: str
@@ -43,9 +41,7 @@ class FeatureExtractor(Protocol):
 
 
 def metric_name(extractor: FeatureExtractor, verified: str = "FID", other: str = "FD") -> str:
-    """Return `FID` for the Inception weights with the checked hash, else `FD[name]`; other metrics pass their own
-    names.
-    """
+    """Return `verified` for the Inception weights with the checked hash, else `other[name]`."""
     genuine = isinstance(extractor, Inception) and extractor.verified
     return verified if genuine else f"{other}[{extractor.name}]"
 
@@ -90,7 +86,6 @@ class RandomConv:
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return float32 (n, 256) for images of at least 16 x 16 pixels."""
         x = _checked(images).to(self.device).float() / 127.5 - 1
         if min(x.shape[2:]) < 16:
             raise ValueError(f"images must be at least 16 x 16 pixels, not {x.shape[2]} x {x.shape[3]}")
@@ -115,7 +110,6 @@ class TransformersFeatures:
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return float32 (n, dim)."""
         encode = getattr(self.model, "get_image_features", self.model)
         out = encode(pixel_values=pixels(self.model, self.processor, _checked(images)))
         features = out.pooler_output if out.pooler_output is not None else out.last_hidden_state[:, 0]
@@ -123,7 +117,6 @@ class TransformersFeatures:
 
 
 def _settings(processor: object) -> str:
-    """Return the processor's settings that affect pixels, as stable text."""
     keys = ("size", "crop_size", "resample", "do_center_crop", "image_mean", "image_std", "rescale_factor")
     inner = getattr(processor, "image_processor", processor)
     return ", ".join(f"{key}={getattr(inner, key)}" for key in keys if hasattr(inner, key))
@@ -155,7 +148,6 @@ class Inception:
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return float32 (n, 2048)."""
         return self.network(_checked(images).to(self.device))[0].float().cpu()
 
 
@@ -169,13 +161,8 @@ class FeatureTable(NamedTuple):
 def read_features(
     folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32, cache: str | Path | None = None
 ) -> FeatureTable:
-    """Compute the features of a folder's images, in natural order of their names.
-
-    Args:
-        folder: The images.
-        extractor: The extractor.
-        batch_size: Number of images per call.
-        cache: Folder of safetensors files keyed by the images' bytes and the extractor's fingerprint.
+    """Compute the features of a folder's images, in natural order of their names. The folder `cache` stores them, keyed
+    by the images' bytes and the extractor's fingerprint.
     """
     if cache is None:
         return _extract(folder, extractor, batch_size)
@@ -222,9 +209,7 @@ def _extract(folder: str | Path, extractor: FeatureExtractor, batch_size: int) -
 def result(
     name: str, generated: FeatureTable, reference: FeatureTable, extractor: FeatureExtractor, **values: object
 ) -> dict:
-    """Return a result row: name, values, both counts, extractor and problems. Different counts are a problem, because
-    most metrics depend on n.
-    """
+    """Return a result row. Different counts are a problem, because most metrics depend on n."""
     n, n_reference = len(generated.features), len(reference.features)
     problems = [*generated.problems, *reference.problems]
     if n != n_reference:

@@ -67,7 +67,6 @@ def select_detections(found: DetectionResult, threshold: float) -> dict[str, lis
 
 
 def _include(image, item: dict, objects: dict, groups: list, colours: ColourClassifier) -> tuple[list | None, str]:
-    """Return the objects that satisfy an `include` clause, or None and the reason."""
     label, count = item["class"], item["count"]
     found = objects.get(label, [])[:count]
     if len(found) < count:
@@ -89,9 +88,7 @@ def _include(image, item: dict, objects: dict, groups: list, colours: ColourClas
 
 
 def judge(image, objects: dict[str, list[Detection]], metadata: dict, colours: ColourClassifier) -> tuple[bool, str]:
-    """Return whether an image satisfies all `include` and `exclude` clauses of a prompt's metadata, and the reasons if
-    not.
-    """
+    """Return whether an image satisfies all clauses of a prompt's metadata, and the reasons if not."""
     groups: list[list[Detection] | None] = []
     reasons = []
     for item in metadata.get("include", []):
@@ -285,7 +282,6 @@ def _image_key(path: Path, metadata: dict) -> str:
 
 
 def _uneven(prompts: list[PromptFolder]) -> list[str]:
-    """Return a sentence for every folder whose number of images differs from the most common one."""
     counts = [len(prompt.files) for prompt in prompts if prompt.files]
     usual = max(set(counts), key=lambda n: (counts.count(n), n))
     odd = [p for p in prompts if p.files and len(p.files) != usual]

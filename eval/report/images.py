@@ -21,9 +21,7 @@ MAX_PIXELS = 16_000_000
 
 
 def inside(folder: Path, name: str, where: str) -> Path:
-    """Return the path of file `name` next to a result file. Raises ValueError if it is outside the folder or links
-    outside.
-    """
+    """Return the path of file `name` next to a result file. Raises ValueError if it leads outside the folder."""
     path = (folder / name).resolve()
     if Path(name).is_absolute() or not path.is_relative_to(folder.resolve()):
         raise ValueError(f"{where}: got the image path {name!r}, expected one inside the folder of the JSON")

@@ -73,16 +73,8 @@ class Conversation(NamedTuple):
 
 
 def conversation_of(entry: object, folder: Path, ignore: Collection[str] = (), prompt: str = PROMPT) -> Conversation:
-    """Parse a record.
-
-    Args:
-        entry: The record.
-        folder: Where relative paths start.
-        ignore: Further fields to ignore.
-        prompt: The prompt of records that have none.
-
-    Raises:
-        ValueError: If it is not a record, or a field is neither empty nor used.
+    """Parse a record. Relative paths start at `folder`, and fields in `ignore` are ignored. `prompt` is used if it has
+    none. Raises ValueError if it is not a record, or another field is neither empty nor used.
     """
     if not isinstance(entry, Mapping):
         raise ValueError(f"got {type(entry).__name__}, expected an object with image (and prompt)")
@@ -100,7 +92,6 @@ def conversation_of(entry: object, folder: Path, ignore: Collection[str] = (), p
 
 
 def _one_of(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """Return which of several names a record uses."""
     given = [name for name in names if name in fields]
     if len(given) > 1:
         raise ValueError(f"got {given[0]} and {given[1]}, expected one of the two")
@@ -108,14 +99,12 @@ def _one_of(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
 
 
 def _listed(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
-    """Return the pictures or videos of a record, by any of these names."""
     name = _one_of(fields, names)
     value = [] if name is None else fields[name]
     return value if isinstance(value, list) else [value]
 
 
 def _turns(fields: Mapping[str, Any], name: str) -> list[tuple[str, Json]]:
-    """Return (role, content) of all turns."""
     if name in ("prompt", "turns"):
         prompt = fields[name]
         if name == "turns":
@@ -194,7 +183,6 @@ def _parts(role: str, content: Json) -> Iterator[tuple[str, Any]]:
 
 
 def _media(value: object, folder: Path, kind: str) -> Media:
-    """Return a picture or video as a path, the bytes of a file, or their location."""
     if isinstance(value, Mapping):  # data sets store images as bytes, or else a path
         value = value.get("bytes") or value.get("path")
     if isinstance(value, ArchiveMember) or (isinstance(value, bytes) and value and kind == "image"):

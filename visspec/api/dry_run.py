@@ -32,9 +32,7 @@ GB = 1e9
 
 
 def shallow(spec: str, layers: int, *, device: str, dtype: str | torch.dtype) -> tuple[PreTrainedModel, Any, dict]:
-    """Build a target of few layers (`loading.without_weights`). Returns (model, processor, facts about the whole
-    model).
-    """
+    """Build a target of few layers without weights. Returns (model, processor, facts about the whole model)."""
     whole = loading.without_weights(spec)
     where, local = loading.located(spec)
     config = whole.config
@@ -61,20 +59,11 @@ def measure(
     requests: int,
     whole: dict[str, int],
 ) -> dict[str, Any]:
-    """Measure bytes and seconds of a run.
+    """Measure bytes and seconds of a run with `requests` requests, on a shallow target; `whole` is from `shallow`.
 
-    Args:
-        model: The shallow target.
-        drafter: The drafter.
-        prompts: Requests by number.
-        options: The training options.
-        requests: Number of requests to the target in the whole run.
-        whole: Facts about the whole model, from `shallow`.
-
-    Returns:
-        "target_bytes", "drafter_bytes" (with gradients and optimiser), "group_bytes" (recorded answers), "step_bytes"
-            (the additional peak of a step; None if unknown), "step_s", "answers_s" of a request to the shallow target,
-            and "run_s", an upper bound that scales all of `answers_s` with the layers.
+    Returns "target_bytes", "drafter_bytes" (with gradients and optimiser), "group_bytes" (recorded answers),
+    "step_bytes" (the additional peak of a step; None if unknown), "step_s", "answers_s" of a request to the shallow
+    target, and "run_s", an upper bound that scales all of `answers_s` with the layers.
     """
     target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
     trainer = Trainer(target, drafter, Exact(), prompts, replace(options, group=1), "unused", {})

@@ -57,11 +57,8 @@ def picture_of(
     copies: int,
     device: torch.device,
 ) -> InpaintingStart | None:
-    """Check and encode the picture of a call, given its number of prompts and of images for each. None if there is no
-    picture.
-
-    Raises:
-        ValueError: If it does not fit the model, before any pass.
+    """Check and encode the picture of a call with this many prompts, and images for each; None without a picture.
+    Raises ValueError, before any pass, if it does not fit the model.
     """
     for name, given, other in (("image", image, mask), ("mask_image", mask, image)):
         if given is not None and family.draws != "any order":
@@ -102,14 +99,12 @@ def picture_of(
 
 
 def _items(given: Pictures, one: Callable[[np.ndarray | Tensor], bool]) -> list[Picture]:
-    """Return the images of an argument: a list of images, one image, or an array or tensor of several."""
     if isinstance(given, (list, tuple)) or (isinstance(given, (np.ndarray, Tensor)) and not one(given)):
         return list(given)
     return [given]
 
 
 def _one_image(given: np.ndarray | Tensor) -> bool:
-    """Return whether an array or tensor is one picture, or the codes of one."""
     return given.ndim <= 2 or (given.ndim == 3 and given.dtype != torch.long)
 
 
@@ -118,7 +113,6 @@ def _one_mask(given: np.ndarray | Tensor) -> bool:
 
 
 def _pixels(item: Picture, size: tuple[int, int], layout: ImageLayout, family: Family) -> Tensor:
-    """Return the pixels (3, height, width) of one picture, or its codes (rows * columns,)."""
     if isinstance(item, Image.Image):
         item = np.asarray(item.convert("RGB"))
     if isinstance(item, Tensor) and item.dtype == torch.long:
@@ -140,7 +134,6 @@ def _pixels(item: Picture, size: tuple[int, int], layout: ImageLayout, family: F
 
 
 def _tensor(name: str, item: Picture) -> Tensor:
-    """Return a picture's numbers on the CPU; bytes are scaled to 0..1."""
     if not isinstance(item, (np.ndarray, Tensor)):
         raise ValueError(f"{name}: got a {type(item).__name__}, expected {FROM}")
     found = torch.from_numpy(np.array(item)) if isinstance(item, np.ndarray) else item.detach().cpu()
@@ -148,7 +141,6 @@ def _tensor(name: str, item: Picture) -> Tensor:
 
 
 def _white(item: Picture, size: tuple[int, int]) -> Tensor:
-    """Return where a mask is white, (1, height, width) bool."""
     if isinstance(item, Image.Image):
         item = np.asarray(item.convert("L"))
     found = _tensor("mask_image", item)

@@ -120,9 +120,7 @@ def read_prompts(file: Path, count: int) -> list[str]:
 
 
 def parse_method(method: str, draws: str, model: PreTrainedModel | None = None) -> tuple[str, str]:
-    """Return a method's name and "drafter/rule[/order]", from the name of a preset or from
-    "name=drafter/rule[/order]".
-    """
+    """Return a method's name and "drafter/rule[/order]", from a preset or "name=drafter/rule[/order]"."""
     name, equals, pair = method.partition("=")
     if not equals:
         return Path(name).stem, str(registry.preset(name, draws, model))

@@ -177,9 +177,7 @@ def prepare_folder(
 
 
 def draw(pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: int, root: Path) -> list[Drawn]:
-    """Draw the images that a folder lacks, each with a JSON file of the map of its tokens. Raises as
-    `prepare_folder`.
-    """
+    """Draw the images that a folder lacks, each with a JSON file of its token map. Raises as `prepare_folder`."""
     entries = prepare_folder(pipe, method, prompts, options, seed, root)
     whole = not pipe.setup(**as_arguments(method)).order.raster
     missing = [entry for entry in entries if not entry[0].exists()]

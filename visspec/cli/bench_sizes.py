@@ -151,7 +151,6 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
 
 
 def _fitting(size: Size, changes: dict[str, int]) -> dict[str, Any]:
-    """Return the changes, with key heads in the size's own ratio to query heads."""
     heads = changes.get("heads", size.heads)
     return {**changes, "keys": max(1, heads * size.keys // size.heads)}
 

@@ -67,9 +67,7 @@ def run(arguments: Options) -> None:
 
 
 def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]:
-    """Return the prompts of a file, or without one those of a split of the package's prompts. Raises ValueError if the
-    file has no prompts, or a JSON line has none.
-    """
+    """Return the prompts of a file, or of a split of the package's. Raises ValueError if a line has none."""
     with naming(path or PROMPTS):
         lines = [line for line in (path or PROMPTS).read_text(encoding="utf-8").splitlines() if line.strip()]
     found = []
@@ -92,9 +90,7 @@ def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]
 def bench_text(
     model: Any, tokenizer: Any, prompts: Sequence[TextPrompt], arguments: Options, drafters: Sequence[str]
 ) -> dict[str, Any]:
-    """Run all arms on all prompts. Returns the JSON object of docs/evaluate.md: a row per arm and kind of prompt, or
-    per arm for batches, which mix kinds.
-    """
+    """Run all arms on all prompts. Returns the JSON object of docs/results.md; only batch 1 has kinds."""
     size, base, seed = arguments.batch_size, arguments.generation, arguments.seed
     groups = bench.groups_of(prompts, size)
     others = in_turns(read_prompts(None, "train"), lambda prompt: prompt.kind)[: max(WARMUP, 2 * size)]

@@ -117,9 +117,7 @@ def read_prompts(arguments: Options) -> list[str]:
 
 
 def read_inpainting(arguments: Options) -> dict[str, Any]:
-    """Read the picture of --image and the mask of --mask for a pipeline. Raises ValueError if one is missing or is not
-    an image.
-    """
+    """Read the picture of --image and the mask of --mask. Raises ValueError unless both are images."""
     from visspec.io.images import open_image
 
     if arguments.image is None and arguments.mask is None:

@@ -24,9 +24,7 @@ LINES = "images.jsonl"
 
 
 def run_ray(arguments: Options) -> int:
-    """Draw the images that don't exist yet, and return the exit code. Finished images are kept if the run is
-    interrupted.
-    """
+    """Draw the images that don't exist yet, and return the exit code. Interruptions keep finished images."""
     for name in ("json", "grid", "maps", "stats", "image", "mask"):
         if getattr(arguments, name):
             raise ValueError(f"--{name}: got it with --ray. Leave one of them out.")

@@ -90,9 +90,7 @@ def run(arguments: Options) -> None:
 
 
 def candidates(drafters: Sequence[str], model: PreTrainedModel) -> list[str]:
-    """Return the drafters, and those that can grow trees but don't name a structure also with trees. Raises as
-    `registry.drafter`.
-    """
+    """Return the drafters, each also with trees if it can grow them and names no structure."""
     found = []
     for spec in drafters:
         drafter, _ = registry.drafter(spec, model)
@@ -105,9 +103,7 @@ def candidates(drafters: Sequence[str], model: PreTrainedModel) -> list[str]:
 def tune(
     model: PreTrainedModel, processor: ProcessorMixin, images: Sequence[tuple], drafters: list[str], arguments: Options
 ) -> dict[str, Any]:
-    """Measure all rows on the first half of (image, prompt) pairs and the best on the second, and choose. Returns the
-    JSON object of docs/evaluate.md.
-    """
+    """Measure all rows on the first half of the pairs and the best on the second. Returns the record."""
     half, rule = len(images) // 2, arguments.acceptance
     request = arguments.prompt or default_prompt(str(model.name_or_path))
     specs, lengths = candidates(drafters, model), sorted(set(arguments.lengths))

@@ -49,9 +49,7 @@ def run(arguments: Options) -> None:
 
 
 def ways(pipe: ImagePipeline, rule: str) -> dict[str, str]:
-    """Return drafters with an exact rule, or the given one, as "drafter/rule". For models that don't draw codes in
-    raster order, the presets that keep the target.
-    """
+    """Return drafters with an exact or the given rule, as "drafter/rule"; other than raster codes: presets."""
     draws = pipe.family.draws
     if draws == "codes":
         return {way: way for way in (EXACT if rule == "exact" else [f"{one}/{rule}" for one in WINDOWS + DRAFTS])}

@@ -10,9 +10,7 @@ from torch import Tensor
 
 
 class Distribution:
-    """Base class of distributions. `width` is the maximum number of random numbers for one sample, `drafts` the type of
-    the distributions of drafts.
-    """
+    """Base class. `width`: maximum random numbers per sample; `drafts`: type of the drafts' distributions."""
 
     drafts: type[Distribution]
 
@@ -27,16 +25,14 @@ class Distribution:
 
     @classmethod
     def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Check drafted values of (B, N) nodes. Raises ValueError if `value` is not a tensor of such values.
-
-        Returns:
-            Sanitised values, which of them are valid (B, N) bool, and which may be drafted (B, N) bool.
+        """Check drafted values of (B, N) nodes. Returns sanitised values, which of them are valid, and which may be
+        drafted, both (B, N) bool. Raises ValueError if `value` is not a tensor of such values.
         """
         raise NotImplementedError
 
     def sanitize(self, value: Tensor, limits: Tensor) -> tuple[Distribution, Tensor]:
-        """Return the sanitised distribution of drafts, and the nodes at which it is valid, (B, N) bool. Raises
-        ValueError for a wrong shape or dtype.
+        """Return the sanitised distribution, and where it is valid, (B, N) bool. Raises ValueError for a wrong shape or
+        dtype.
         """
         raise NotImplementedError
 

@@ -27,13 +27,9 @@ DECODERS = struct.error, RuntimeError, OverflowError, ZeroDivisionError  # raise
 
 
 def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Return the first frame of a file in one of `FORMATS` as a loaded RGB image, rotated by its EXIF orientation.
-
-    Transparent pixels are composited over white.
-
-    Raises:
-        FileNotFoundError: If the file does not exist.
-        ValueError: For missing permissions, another format, a broken file, or more than `max_pixels` pixels.
+    """Return the first frame of a file in one of `FORMATS` as a loaded RGB image, rotated by its EXIF orientation and
+    composited over white. Raises FileNotFoundError if the file does not exist, and ValueError for missing permissions,
+    another format, a broken file, or more than `max_pixels` pixels.
     """
     path = Path(path)
     if not path.exists():
@@ -140,7 +136,6 @@ def image_files(
 
 
 def _visible(folder: Path, lost: list[OSError]) -> Iterator[Path]:
-    """Yield the files of a folder that are neither hidden nor in a hidden folder. `lost` gets the errors of folders."""
     for home, folders, names in os.walk(folder, onerror=lost.append):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(home, name) for name in names if not name.startswith("."))

@@ -48,9 +48,7 @@ FREE = ("save_every", "keep")  # options that a resumed run may change, since th
 
 
 class SingleProcess:
-    """The processes of a run: here one, or several that do the same. `api.train_processes.Workers` are several that
-    train on their own batches and average gradients.
-    """
+    """The process of a run. `api.train_processes.Workers` are several, which average gradients."""
 
     world, sharded = 1, False  # sharded: whether the trained module's weights are distributed over processes
     device = torch.device("cpu")  # the device of this process, if there are several
@@ -71,18 +69,8 @@ class Trainer:
     """A training run. Weights, optimiser and progress are saved to `folder` every `save_every` steps.
 
     The folder holds the drafter with the best validation, by the mean of its `tau`s, or the last one without
-    validations. If `store` is set, it keeps the target's answers.
-
-    Args:
-        target: The model that generates answers.
-        drafter: The drafter to train.
-        rule: The acceptance rule of the loop.
-        prompts: Returns request i, numbered over all processes.
-        plan: The options.
-        folder: Where the run is saved, by the first process.
-        provenance: Provenance of the drafter. A resumed run must have the same `settings` and plan.
-        validate: Returns figures of a validation.
-        workers: The processes.
+    validations. If `store` is set, it keeps the target's answers. `prompts` returns request i, numbered over all
+    processes. A resumed run must have the same plan and `settings` in its provenance.
     """
 
     def __init__(
@@ -127,18 +115,9 @@ class Trainer:
     def run(
         self, report: Callable[[dict], None] | None = None, answered: Callable[[int, int], None] | None = None
     ) -> list[dict]:
-        """Train to the last step.
-
-        Args:
-            report: Called with a record after each step whose loss is read: every step on a CPU, one in `READS`
-                elsewhere.
-            answered: Called with the number of requests of a group that the target has answered, and their total.
-
-        Returns:
-            All validations.
-
-        Raises:
-            ValueError: After `PATIENCE` consecutive skipped updates. Skipped updates that are read also warn.
+        """Train to the last step and return all validations. `report` is called with a record after each step whose
+        loss is read: every step on a CPU, one in `READS` elsewhere. `answered` is called with the number of answered
+        requests of a group, and their total. Raises ValueError after `PATIENCE` consecutive skipped updates.
         """
         start, self.answered = time.time() - self.seconds, answered
         with self.training():
@@ -191,9 +170,7 @@ class Trainer:
         return self.plan.parts(self.accumulate)
 
     def lessons(self, step: int) -> list[TrainingBatch]:
-        """Return this process's training batches of a step. A group is generated at its first step, or the first after
-        a resume.
-        """
+        """Return this process's training batches of a step. A group is generated when it is first needed."""
         plan = self.plan
         index, within = divmod(step, self.parts * plan.reuse)
         if self._group[0] != index:
@@ -205,7 +182,6 @@ class Trainer:
         return [stream[int(orders[-1][place])] for stream in self._group[1]]
 
     def _answers(self, index: int) -> list[list[TrainingBatch]]:
-        """Return the training batches of a group, by stream."""
         plan, found = self.plan, list[list[TrainingBatch]]()
         count = plan.batches(self.accumulate)
         for stream in self.streams:
@@ -236,11 +212,11 @@ class Trainer:
             group["lr"] = plan.rate_at(self.step)
         self.module.train()
         self.optimiser.zero_grad(set_to_none=True)
-        for stream, lesson in zip(self.streams, lessons):
-            lesson = to(lesson, next(self.head.parameters()).dtype)
+        for stream, batch in zip(self.streams, lessons):
+            batch = to(batch, next(self.head.parameters()).dtype)
             with torch.random.fork_rng():  # makes random numbers in training a function of the batch's number
                 torch.manual_seed(plan.seed * 1_000_003 + self.step * self.accumulate + stream)
-                loss, agreed = self.module(lesson, plan.loss_at(self.step))
+                loss, agreed = self.module(batch, plan.loss_at(self.step))
             (loss / len(lessons)).backward()
             found.append(torch.cat([loss.detach()[None], agreed]))
         norm = whole(nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip))  # equal in every process
@@ -251,7 +227,6 @@ class Trainer:
         return torch.cat([torch.stack(found).mean(dim=0), self.left_out[None]])
 
     def _read(self, figures: Tensor) -> dict[str, Any]:
-        """Read the result of `update` from the device and return its record."""
         loss, *agreed, left_out = figures.tolist()
         if left_out:
             where = f"the gradient of step {self.step} is not finite, and of {left_out - 1:.0f} before it"
@@ -264,13 +239,11 @@ class Trainer:
         return {"loss": round(loss, 4), "kind": kind, "agreed": [round(a, 3) for a in agreed]}
 
     def _trained_weights(self) -> list[tuple[str, Tensor]]:
-        """Return the trained weights by their names in the head."""
         named = self.module.named_parameters()
         return [(name.removeprefix("module.").removeprefix("head."), p) for name, p in named]
 
     @torch.no_grad()
     def _gather(self) -> None:
-        """Gather whole weights for the drafter if they are sharded."""
         if self.workers.sharded:
             own = dict(self.head.named_parameters())
             for name, p in self._trained_weights():

@@ -29,13 +29,8 @@ NUMBERS = ("prompt_length", "lengths", "width", "reach")  # fields of a batch th
 
 
 class Store:
-    """Answers in a folder, by the number of their request. Raises ValueError for a folder with other content.
-
-    Args:
-        folder: The folder.
-        settings: Everything that the answers depend on.
-        law: Returns the target's `TrainingBatch.law` for these requests; called once.
-        device: Where answers are loaded.
+    """Answers in a folder, by the number of their request. Raises ValueError for a folder with other content. They
+    depend on everything in `settings`. `law` returns the target's `TrainingBatch.law` for these requests.
     """
 
     def __init__(
@@ -77,9 +72,7 @@ class Store:
         return TrainingBatch(**{**absent, **tensors, **hosts, **known, "law": law})
 
     def check_space(self, requests: int, rows: int) -> str:
-        """Return a sentence on the size of the answers to `requests` requests of `rows` rows, given the first one.
-        Raises ValueError if the disk has too little space.
-        """
+        """Return a sentence on the size of all answers, given the first. Raises ValueError if the disk is too full."""
         size = self.path(0).stat().st_size
         there = sum(1 for _ in self.folder.glob("answers-*.safetensors"))
         free = shutil.disk_usage(self.folder).free

@@ -85,7 +85,6 @@ def gaussian_blur(image: np.ndarray, sigma: float) -> np.ndarray:
 
 
 def _largest(values: np.ndarray) -> np.ndarray:
-    """Return the maximum over each pixel and its eight neighbours, float64 (height, width)."""
     return F.max_pool2d(torch.from_numpy(values.astype(float))[None], 3, 1, 1)[0].numpy()
 
 
@@ -109,7 +108,6 @@ def shrink(mask: np.ndarray) -> np.ndarray:
 
 
 def _core(mask: np.ndarray) -> np.ndarray:
-    """Return the interior pixels of a mask; all of it if these are few."""
     inner = shrink(mask)
     return inner if inner.sum() >= 6 else mask
 
@@ -145,9 +143,7 @@ class _TemplateFit:
         return round(self.x * STEPS), round((self.y - cy * radius) * STEPS), q
 
     def score(self, kind: str, x: int, y: int, radius: int) -> float:
-        """Return the soft intersection over union of the component and a template; 0 if the template leaves the
-        window.
-        """
+        """Return the soft intersection over union of component and template; 0 if it leaves the window."""
         key = (kind, x, y, radius)
         if key in self.seen:
             return self.seen[key]
@@ -271,7 +267,6 @@ class ShapeDetector(WorldDetector):
 
     @staticmethod
     def _ground_distance(pixels: np.ndarray) -> np.ndarray:
-        """Return the Lab distance (height, width) to the nearest grey within TEXTURE of the canvas."""
         ends = lab(np.stack([CANVAS_RGB - TEXTURE, CANVAS_RGB + TEXTURE]))[:, 0]
         lightness = pixels[..., 0]
         beyond = np.maximum(ends[0] - lightness, 0) + np.maximum(lightness - ends[1], 0)
@@ -337,7 +332,6 @@ class ShapeDetector(WorldDetector):
 
     @staticmethod
     def _coloured(shape: Shapelike, template: np.ndarray, pixels: np.ndarray) -> Shapelike:
-        """Return a shape with its colour measured again: the median over fully covered pixels."""
         core = _core(template > 0.999)
         if not core.any():
             return shape
