@@ -143,7 +143,6 @@ class Request:
     fixed: Tensor | None = None  # (>= max_new_tokens,) grammar: the fixed token of each position, or FREE
     grid: tuple[int, int] | None = None  # rows and columns of an image's tokens
     order: tuple[int, ...] | None = None  # any-order targets: the place of each code, as they are drawn; None: raster
-    known: Tensor | None = None  # the same: (B, rows * columns) codes that are given, FREE elsewhere, on the CPU
     each: list[Request] = field(default_factory=list)  # a request of one row per row, if rows were put together
     prefix: Any = None  # what of its prompts is kept or known (`models.decoder.prefix`); the prefill takes it
     reused: list[int] = field(default_factory=list)  # of each row, tokens of its prompt that the prefill did not read
@@ -152,12 +151,11 @@ class Request:
         """The request that a row's limit, ends, processors and prompt come from, and the row's index in it."""
         return (self.each[row], 0) if self.each else (self, row)
 
-    def visits(self, row: int) -> list[int]:
-        """Places of a row's codes in the order in which an any-order target reads and draws them, given ones first."""
+    @property
+    def visits(self) -> Sequence[int]:
+        """Places of an image's codes in the order in which an any-order target draws them."""
         assert self.grid is not None
-        order = range(self.grid[0] * self.grid[1]) if self.order is None else self.order
-        given = [False] * len(order) if self.known is None else (self.known[row] != FREE).tolist()
-        return [place for place in order if given[place]] + [place for place in order if not given[place]]
+        return range(self.grid[0] * self.grid[1]) if self.order is None else self.order
 
 
 class Tokenizer(Protocol):

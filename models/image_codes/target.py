@@ -152,7 +152,7 @@ class Family:
     model: Any
     vocabulary: Any = None  # `Vocabulary`, of codes that are ids of a text model
     codec: Any = None  # a decoder of codes that is none of the model, as `codecs.vqgan.ImageCodec`
-    draws: str = "codes"  # "vectors", "maps" of codes, or codes in "any order" of places and from a part (inpainting)
+    draws: str = "codes"  # "vectors", "maps" of codes, or codes in "any order" of places
     labels: tuple[str, ...] = ()  # names of its classes; none where prompts are texts, or numbers alone
     default_drafter: str = "jacobi:window=12"  # with the rule, the preset "gumbel"
     default_rule: str = "exact"
@@ -171,10 +171,6 @@ class Family:
         if traits.feature_layers:
             raise ValueError(f"drafter: got one that reads hidden states, of which {self.name} keeps none")
         return self.target(self)
-
-    def pixel_size(self) -> tuple[int, int]:
-        """Height and width in pixels of an any-order family's images."""
-        raise NotImplementedError
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels (B, 3, height, width) float32 in [0, 1] -> codes (B, rows * columns). Raises ValueError for a family

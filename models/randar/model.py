@@ -105,11 +105,5 @@ class JanusCodec:
         """Codes (B, T) in raster order -> pixels (B, height, width, 3), float32 in [-1, 1]."""
         return self.model.decode(cast(torch.LongTensor, tokens)).permute(0, 2, 3, 1).float().clamp(-1, 1)
 
-    @torch.no_grad()
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Pixels (B, height, width, 3) in [-1, 1] -> codes (B, T) int64."""
-        made = self.model.encode(pixels.permute(0, 3, 1, 2).to(self.model.dtype))
-        return made.image_tokens.view(len(pixels), -1)
-
 
 load = RandARImageModel.read

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from visspec.api import requests
-from visspec.api.inpainting import InpaintingStart, Pictures
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import COLOURS, Stats
 from visspec.models.image_codes.families import prompt_of
@@ -27,7 +26,7 @@ from visspec.types import Acceptance, Order, Processor, Sampling, State, Trace
 if TYPE_CHECKING:
     from visspec.api.images import ImagePipeline
 
-ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected, given
+ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 TENSORS = ("latents", "tokens")  # what a callback may ask for
 
@@ -38,7 +37,7 @@ class ImageOutput:
     is one array (B, H, W, 3) and "pt" one tensor (B, 3, H, W), as in diffusers; `stream` yields lists.
 
     maps: (rows, columns) uint8 arrays, indices into ORIGINS; passes: (rows, columns) int32, the target pass that gave
-    each token (0 is the prefill and given codes). Of images drawn scale by scale, both are (1, scales) and the latents
+    each token (0 is the prefill). Of images drawn scale by scale, both are (1, scales) and the latents
     are the codes of all scales, (T,).
     """
 
@@ -65,8 +64,6 @@ class ImageRequest:
     """Arguments of `ImagePipeline.__call__`, which describes them. Raises ValueError for what no model can draw."""
 
     prompt: str | Sequence[str]
-    image: Pictures | None = None
-    mask_image: Pictures | None = None
     _: KW_ONLY
     negative_prompt: str | Sequence[str] | None = None
     num_images_per_prompt: int = 1
@@ -122,7 +119,6 @@ class ImageBatch:
     negatives: list[str] | None  # one for each text, "" for the model's own unconditional prompt; None: all its own
     prompt: EncodedPrompt
     seeds: list[int]
-    picture: InpaintingStart | None = None  # that they start from
 
 
 @dataclass(eq=False)
@@ -141,10 +137,7 @@ class ImageJob:
     @property
     def tokens(self) -> int:
         """Number of tokens that all images together have to get."""
-        return sum(
-            len(one.texts) * self.layout.positions if one.picture is None else sum(one.picture.drawn)
-            for one in self.batches
-        )
+        return sum(len(one.texts) for one in self.batches) * self.layout.positions
 
 
 @dataclass

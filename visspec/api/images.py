@@ -32,7 +32,6 @@ from visspec.api.image_call import (
     origin_map,
     pass_numbers,
 )
-from visspec.api.inpainting import picture_of
 from visspec.api.loading import load_diffusers, load_image_model
 from visspec.io import included
 from visspec.loop.draft_length import FixedLength
@@ -225,9 +224,7 @@ class ImagePipeline:
             if not self._inside:
                 self._move("cpu")
 
-    def __call__(
-        self, prompt, image=None, mask_image=None, *, return_dict: bool = True, **options: Any
-    ) -> ImageOutput | Any:
+    def __call__(self, prompt, *, return_dict: bool = True, **options: Any) -> ImageOutput | Any:
         """Generate `num_images_per_prompt` images for every prompt.
 
         guidance_scale, temperature, top_k and top_p default to the model's generation settings; temperature 0
@@ -237,11 +234,6 @@ class ImagePipeline:
         `last_output`, including those of the interrupted batch. output_type: pil; np (B, H, W, 3) and pt (B, 3, H, W)
         in [0, 1]; latent for codes only. return_dict=False gives a tuple, (images,).
 
-        image, mask_image: inpainting, of any-order models. Where the mask is white the image is drawn again, everything
-        else stays as it is, pixels and codes. One for all prompts or one for each: PIL images, arrays (H, W, 3) and
-        tensors (3, H, W) in [0, 1], of the model's size; an image may also be codes (rows, columns), a mask has one
-        channel or none.
-
         preset: a published method by name (`visspec list presets`), or a file that `visspec tune` wrote; drafter,
         acceptance and order given beside it win.
 
@@ -249,7 +241,7 @@ class ImagePipeline:
         None the model's own. callback_on_step_end_tensor_inputs: "latents", codes (B, rows, columns), and "tokens",
         (B, rows * columns), -1 where none is yet, are handed beside the state; to change them is refused.
         """
-        out = self.draw(ImageRequest(prompt, image, mask_image, **options))
+        out = self.draw(ImageRequest(prompt, **options))
         return out if return_dict else (out.images,)
 
     def draw(self, request: ImageRequest) -> ImageOutput:
@@ -320,10 +312,8 @@ class ImagePipeline:
         seeds = requests.seeds(request.generator, request.seed, len(each), "an image")
         if isinstance(setup.order, VisitOrder):
             setup.order.places(*layout.grid)
-        copies = request.num_images_per_prompt
-        start = picture_of(request.image, request.mask_image, family, layout, len(texts), copies, self.device)
         batches = [
-            ImageBatch(each[part], of_each and of_each[part], prompt, seeds[part], start and start.of(part))
+            ImageBatch(each[part], of_each and of_each[part], prompt, seeds[part])
             for part, prompt in zip(parts, prompts)
         ]
         return ImageJob(request, sampling, layout, family, setup, batches)
@@ -406,12 +396,6 @@ class ImagePipeline:
             media={"texts": batch.texts, "negatives": batch.negatives},
             grid=layout.grid,
         )
-        if batch.picture is not None:
-            request.known, drawn = batch.picture.codes, batch.picture.drawn
-            request.max_new_tokens = max(drawn)
-            request.each = [
-                replace(request, prompt=prompt.ids[b : b + 1], max_new_tokens=n) for b, n in enumerate(drawn)
-            ]
         if bool((layout.fixed >= 0).any()):
             request.fixed = layout.fixed.to(self.device)
         if not job.sampling.greedy:
@@ -432,9 +416,8 @@ class ImagePipeline:
     def _output(self, job: ImageJob, batch: ImageBatch, state: State) -> ImageOutput:
         """The finished rows, also of an interrupted batch."""
         # a KeyboardInterrupt may occur between appending tokens and origins
-        whole = [[state.request.of(b)[0].max_new_tokens] * 2 for b in range(len(batch.texts))]
-        rows = zip(state.tokens, state.trace.origin)
-        done = [b for b, row in enumerate(rows) if [len(part) for part in row] == whole[b]]
+        rows, whole = zip(state.tokens, state.trace.origin), state.request.max_new_tokens
+        done = [b for b, row in enumerate(rows) if all(len(part) == whole for part in row)]
         out = ImageOutput(prompts=[batch.texts[b] for b in done], seeds=[batch.seeds[b] for b in done])
         out.stats, out.traces = [Stats.of(state, job.setup)], [state.trace]
         if not done:
@@ -442,19 +425,15 @@ class ImagePipeline:
         codes = job.layout.codes(torch.stack([state.output.values(b) for b in done]).cpu())
         out.tokens = list(codes)
         origins = list(enumerate(state.trace.origin))
-        out.maps = [origin_map(state.output.in_generation_order(*origins[b], "given"), job.layout) for b in done]
+        out.maps = [origin_map(state.output.in_raster_order(*origins[b]), job.layout) for b in done]
         raster = job.setup.order.raster
-        passes = (
-            [state.output.in_generation_order(b, pass_numbers(o), 0) for b, o in origins] if raster else state.memory
-        )
+        passes = [state.output.in_raster_order(b, pass_numbers(o)) for b, o in origins] if raster else state.memory
         out.passes = [job.layout.placed(np.array(passes[b], np.int32)) for b in done]
         kind = job.request.output_type
         if kind == "latent":
             out.images = list(job.layout.latents(codes))
             return out
         pixels = job.family.render(codes.to(self.model.device), job.layout, out.prompts, out.seeds).cpu()
-        if batch.picture is not None:
-            pixels = batch.picture.put(pixels, done)
         out.images = list(pixels) if kind == "pt" else [p.permute(1, 2, 0).numpy() for p in pixels]
         if kind == "pil":
             out.images = [Image.fromarray((255 * image).round().astype(np.uint8)) for image in out.images]

@@ -91,8 +91,7 @@ def run(arguments: Options) -> int:
         console.print(section.summary, "\n")
         sections.append(section)
         same = same and section.equal == count
-    origins = {name: MEANING[name] for name in COLOURS if name != "given"}
-    console.print(" ".join(f"[{COLOURS[name]}]■[/] {meaning}" for name, meaning in origins.items()))
+    console.print(" ".join(f"[{COLOURS[name]}]■[/] {meaning}" for name, meaning in MEANING.items()))
     summary, picture, width, alike = ("", "", 0, True)
     if not arguments.world:
         summary, picture, width, alike = draw_pictures(out, console, arguments.gallery)

@@ -33,8 +33,6 @@ class Options(RayOptions, DrawingOptions):
     top_p: float | None = option("default: the model's own", None)
     height: int | None = option("pixels; default: the model's own", None)
     width: int | None = option("pixels; default: the model's own", None)
-    image: Path | None = option("picture to draw into, of the model's size; any-order models only", None)
-    mask: Path | None = option("of --image: white where to draw, the rest stays as it is", None)
     preset: str | None = option("a published method by name (visspec list presets), or a file of visspec tune", None)
     drafter: str | None = option("name with options, or folder (default: jacobi; none for vectors)", None)
     order: str | None = option("order of decoding, of any-order models halton, spread or raster", None)
@@ -63,11 +61,10 @@ def run(arguments: Options) -> int | None:
     from visspec.api.grid import grid
     from visspec.io.provenance import provenance
 
-    texts, given = read_prompts(arguments), read_inpainting(arguments)
+    texts = read_prompts(arguments)
     pipe = pipeline(arguments)
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
-    options = settings(arguments) | given
-    stream = pipe.stream(texts, num_images_per_prompt=arguments.n, seed=arguments.seed, **options)
+    stream = pipe.stream(texts, num_images_per_prompt=arguments.n, seed=arguments.seed, **settings(arguments))
     shown: list[Image.Image] = []
     captions: list[str] = []
     about = {name: getattr(pipe, name) for name in CHOSEN} | {"provenance": provenance(pipe.model)}
@@ -112,25 +109,6 @@ def read_prompts(arguments: Options) -> list[str]:
     if not found:
         raise ValueError("prompt: got none, expected at least one")
     return found
-
-
-def read_inpainting(arguments: Options) -> dict[str, Any]:
-    """The picture of --image and the mask of --mask, read, as a pipeline takes them. Raises ValueError for one without
-    the other, and for a file that is no image.
-    """
-    from visspec.io.images import open_image
-
-    if arguments.image is None and arguments.mask is None:
-        return {}
-    found = {}
-    for name, path, key in (("image", arguments.image, "image"), ("mask", arguments.mask, "mask_image")):
-        if path is None:
-            both = "both --image and --mask: a picture, and white where to draw"
-            raise ValueError(f"--{name}: got none, expected {both}")
-        if not path.exists():
-            raise ValueError(f"--{name}: got {path}, expected an image file")
-        found[key] = path
-    return {key: open_image(path) for key, path in found.items()}
 
 
 def pipeline(arguments: Options) -> ImagePipeline:

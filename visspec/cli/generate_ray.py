@@ -23,7 +23,7 @@ LINES = "images.jsonl"
 
 def run_ray(arguments: Options) -> int:
     """Finished images are kept whatever ends it; ids that are there are not drawn again. Returns the exit code."""
-    for name in ("json", "grid", "maps", "stats", "image", "mask"):
+    for name in ("json", "grid", "maps", "stats"):
         if getattr(arguments, name):
             raise ValueError(f"--{name}: got one beside --ray, expected one of the two")
     if is_picture(arguments.out):

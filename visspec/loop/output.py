@@ -67,8 +67,8 @@ class TokenBuffer:
         if on_tokens is not None and on_tokens(tokens[len(tokens) - count :]):
             self.finished.add(row)
 
-    def in_generation_order(self, row: int, items: list[Any], given: str | int | None = None) -> list[Any]:
-        """Something about each node of an original row, in the order of `values`, and `given` where none was drawn."""
+    def in_raster_order(self, row: int, items: list[Any]) -> list[Any]:
+        """Something about each node of an original row, in the order of `values`."""
         return items
 
     def values(self, row: int) -> Tensor:
