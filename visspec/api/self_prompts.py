@@ -35,8 +35,8 @@ def count_of(asked: DrafterTraining, several: bool) -> int:
     found = re.fullmatch(r"self(:[1-9]\d*)?", str(asked.data))
     if found is None and asked.images is not None:
         raise ValueError(f"images: got them with --data {asked.data}, which names its own. Use them with --data self.")
-    if found is not None and (several or asked.dry_run):
-        raise ValueError("data: got self in a dry run or several processes. Write the prompts in one process first.")
+    if found is not None and several:
+        raise ValueError("data: got self in several processes. Write the prompts in one process first.")
     return 0 if found is None else int((found[1] or f":{COUNT}")[1:])
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from visspec import registry
 from visspec.accept.exact import Exact
 from visspec.api import drafter_export, requests, self_prompts
-from visspec.api import dry_run as dry_runs
 from visspec.api import loading as targets
 from visspec.api.captions import default_prompt, move_inputs, process_chats, tokenizer_of
 from visspec.api.conversations import Message
@@ -178,7 +177,7 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     processes that it began with.
 
     Returns:
-        The validations; of a dry run, which loads and writes nothing, what the run will take.
+        The validations.
 
     Raises:
         ValueError: An option does not fit, before any work, or a run to resume has other data or settings.
@@ -189,19 +188,14 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
         raise ValueError(f"epochs: got {asked.epochs} and {asked.steps} steps, expected one of the two")
     check_preset(asked.preset, network_of(asked), registry.recipe(asked.preset))
     options_of(asked, plan)  # bad options are refused before work
-    resume, dry_run, rows, seed = asked.resume and not asked.dry_run, asked.dry_run, asked.rows, asked.seed
-    if not dry_run:
-        check_out(Path(out), resume, asked.overwrite)
+    resume, rows, seed = asked.resume, asked.rows, asked.seed
+    check_out(Path(out), resume, asked.overwrite)
     device, several = device_of(asked)
     read = partial(TrainingData, answers=asked.answers, ignore=asked.ignore, prompt=default_prompt(target))
     count = self_prompts.count_of(asked, several.world > 1 or device == "tp")
     items = None if count else read(data)
-    if dry_run:
-        shallow = dry_runs.PRESET_LAYERS if asked.preset else dry_runs.LAYERS
-        model, processor, whole = dry_runs.shallow(str(target), shallow, device=device, dtype=asked.dtype)
-    else:
-        how: dict[str, Any] = {"device": device, "dtype": asked.dtype, "trust_remote_code": asked.trust_remote_code}
-        model, processor = targets.load(str(target), **how)
+    how: dict[str, Any] = {"device": device, "dtype": asked.dtype, "trust_remote_code": asked.trust_remote_code}
+    model, processor = targets.load(str(target), **how)
     items = items or read(self_prompts.write(model, processor, asked, count))
     training, validating = items.hold_out(asked.eval_rows, seed)
     network, found = of_preset(asked.preset, model, network_of(asked))
@@ -227,10 +221,6 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(found.kind), **network)
     if asked.export is not None:
         drafter.check_form(asked.export)
-    if dry_run:
-        taken = dry_runs.measure(model, drafter, prompts, planned, requests_of(planned, lessons), whole)
-        print(dry_runs.describe(taken, planned, device))
-        return [taken]
     if drafter.ids is not None and not resumed:
         recording = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
         drafter.keep(frequent(recording, prompts, drafter.config.draft_vocab, GROUP))

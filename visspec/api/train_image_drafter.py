@@ -42,7 +42,7 @@ from visspec.train.loop import Trainer, checkpoint
 from visspec.types import Request
 
 EVAL_ROWS = 16  # prompts that validate
-TEXT_ONLY = "answers ignore epochs max_new_tokens max_pixels max_bad export dry_run".split()  # options
+TEXT_ONLY = "answers ignore epochs max_new_tokens max_pixels max_bad export".split()  # options
 TEXT_ONLY += "image_latents draft_vocab block images structure".split()
 USE = """from visspec import ImagePipeline
 

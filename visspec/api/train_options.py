@@ -74,6 +74,5 @@ class DrafterTraining(HardwareOptions):
     parallel: str | None = option(
         "under torchrun: whole weights in each process (ddp), or spread", None, choices=["ddp", "fsdp"]
     )
-    dry_run: bool = option("print bytes and seconds of the run, from the target's configuration alone", False)
     resume: bool = option("go on with the run in --out, if there is one", False)
     overwrite: bool = option("train anew where --out holds a drafter already", False)
