@@ -17,7 +17,6 @@ Shapes: B images, R = B or 2 B rows, N nodes, S codes of the largest scale, V co
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +29,6 @@ from visspec.distributions import Maps
 from visspec.loop.output import ScaleBuffer
 from visspec.models.folders import OwnImageModel, unpack
 from visspec.models.image_codes.target import Family, ImageLayout
-from visspec.models.runner.widths import FixedSums
 from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget
@@ -208,7 +206,6 @@ class ScaleTarget(Target):
         self.capabilities = Capabilities(
             trees=False, vocab=family.codes, distribution=Maps, scales=family.sizes, **declared_distribution(family)
         )
-        self.sums: AbstractContextManager[Any] = nullcontext()
 
     @property
     def device(self) -> torch.device:
@@ -228,11 +225,10 @@ class ScaleTarget(Target):
             list(range(images)),
             ScaleBuffer(request, images, self.family.sizes),
         )
-        with self.sums:
-            return state, self._scores(state, reading.read(), 1)
+        return state, self._scores(state, reading.read(), 1)
 
     def fix_widths(self) -> None:
-        self.sums = FixedSums()
+        """Images are drawn one at a time then, with drafts of one length."""
 
     def reading(self, prompt: Any, sampling: Sampling, model: NextScale) -> ConditionState:
         """An empty reading of a model."""
@@ -251,8 +247,7 @@ class ScaleTarget(Target):
             raise ValueError(f"draft: got {nodes - 1} scales, expected none: this target takes one at a time")
         if len(state.tokens[state.rows[0]]) == self.family.handover:
             return self._scores(state, self._hand_over(state), 1)
-        with self.sums:
-            found = self._scores(state, reading.read(draft.value), nodes)
+        found = self._scores(state, reading.read(draft.value), nodes)
         self._report(state)
         return found
 

@@ -68,8 +68,8 @@ class ImagePipeline:
     be overridden per call. By default the family's: "jacobi" and "exact", for vectors "none" and "coupled". parts:
     additional parts of some families (a codec, a style, a negative prompt). order: order of decoding, raster by
     default; of any-order models "halton" by default, "spread", "raster" or a list of places. compile, graphs, debug: as
-    in `visspec.accelerate`. batch_invariant: as there, in raster order; vectors and what relaxed rules accept are drawn
-    one image at a time then. preset: a published method by name (`visspec list presets`), or a file that
+    in `visspec.accelerate`. batch_invariant: as there, in raster order; vectors, maps and what relaxed rules accept are
+    drawn one image at a time then. preset: a published method by name (`visspec list presets`), or a file that
     `visspec tune` wrote; arguments given beside it win. Raises ValueError if the parts are incompatible.
     """
 
@@ -300,8 +300,7 @@ class ImagePipeline:
         order = self.order if request.order is None else request.order
         drafter = self.drafter if request.drafter is ... else request.drafter
         setup = self.setup(drafter, self.acceptance if request.acceptance is None else request.acceptance, order)
-        by_itself = self.batch_invariant and not setup.rule.traits.keeps_tokens  # as drafts change what is drawn
-        size, each = 1 if by_itself else request.batch_size, request.each(texts)
+        size, each = 1 if self._by_itself(setup.rule) else request.batch_size, request.each(texts)
         parts = [slice(start, start + size) for start in range(0, len(each), size)]
         of_each = None if negatives is None else request.each(negatives)
         prompts = [
@@ -317,6 +316,10 @@ class ImagePipeline:
             for part, prompt in zip(parts, prompts)
         ]
         return ImageJob(request, sampling, layout, family, setup, batches)
+
+    def _by_itself(self, rule: Acceptance) -> bool:
+        """Whether images are drawn one at a time: where batches may differ, and drafts change what is drawn."""
+        return self.batch_invariant and (self.family.draws == "maps" or not rule.traits.keeps_tokens)
 
     def sampling(self, guidance_scale, temperature, top_k, top_p) -> Sampling:
         """The call's settings, with the model's defaults. Raises ValueError for invalid values."""
@@ -339,7 +342,7 @@ class ImagePipeline:
     def _build(self, drafter, acceptance, order) -> DecodingSetup:
         rule = own_rule(acceptance)
         # with adaptive lengths the samples of rules with their own random numbers would depend on timing
-        length = FixedLength if rule.traits.judges_draws else None
+        length = FixedLength if rule.traits.judges_draws or self._by_itself(rule) else None
 
         def make_target(traits: DrafterTraits) -> Target:
             target = self.family.make_target(traits, self.compile)
