@@ -499,8 +499,10 @@ class Drafter:
         """Write configuration, weights and provenance, of drafters that are saved as a network."""
         raise NotImplementedError
 
-    def check_form(self, form: str) -> None:
-        """Raises ValueError if other engines have no form of this name for the drafter."""
+    def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
+        """Write the drafter for other engines, for one of which `verifier` names the target. Raises ValueError if they
+        have no form of this name for it.
+        """
         kind = type(self).__name__
         raise ValueError(f"form: got {form!r} for a {kind}, which other engines can't read, expected another drafter")
 

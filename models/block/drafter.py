@@ -137,10 +137,6 @@ class BlockModel(StructuredDrafter):
         super()._grow(tree)
         self._check_width()
 
-    def check_form(self, form: str) -> None:
-        """Raises ValueError where `export` would have no place for what the drafter is."""
-        export.check_form(self, form)
-
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
         """Write the drafter for other engines: "dflash" or "dflash2" (z-lab, SpecForge), "speculators" (vLLM), for
         which `verifier` names the target, "dspark" (the same, of a drafter with DSpark's heads), "domino" (SpecForge)

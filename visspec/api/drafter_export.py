@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
@@ -14,9 +14,6 @@ from visspec.api import loading
 from visspec.io.checkpoint import CONFIG, read_json
 from visspec.models.drafting.checkpoint import PROVENANCE
 from visspec.train.loop import Trainer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 CARD = """---
 library_name: visspec
@@ -53,14 +50,11 @@ def say(text: str) -> None:
 def finish(
     trainer: Trainer,
     history: list[dict],
-    model: PreTrainedModel,
     held: int,
-    form: str | None = None,
     use: str = USE,
     chosen: Mapping[str, Any] | None = None,
 ) -> None:
-    """What follows training, in the first process: the card of a drafter, README.md beside its weights, and its export
-    into a folder of the name `form`.
+    """What follows training, in the first process: the card of a drafter, README.md beside its weights.
 
     history: validations; held: items that validate; use: code of the card; chosen: the structure and its figures.
     """
@@ -85,8 +79,6 @@ def finish(
     }
     known |= {"visspec": record["visspec"], "git": record["git"] or "unknown", "date": record["date"]}
     (folder / "README.md").write_text(CARD.format(**known), encoding="utf-8")
-    if form is not None:
-        registry.drafter(str(folder), model)[0].export(folder / form, form, record["target"])
     say(f"{folder} holds the drafter, and README.md says how to use it (--drafter {folder})")
 
 
@@ -103,6 +95,5 @@ def export(folder: str | Path, form: str, out: str | Path, target: str | None = 
         raise ValueError(f"target: got none, and {folder} names none, expected the model that it was trained for")
     model, _ = loading.load(name, **hardware)
     drafter, _ = registry.drafter(folder, model)
-    drafter.check_form(form)
     drafter.export(out, form, name)
     return name

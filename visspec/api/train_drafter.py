@@ -219,8 +219,6 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     if network.get("fusion") == "cross" and not resumed:
         network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
     drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(found.kind), **network)
-    if asked.export is not None:
-        drafter.check_form(asked.export)
     if drafter.ids is not None and not resumed:
         recording = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
         drafter.keep(frequent(recording, prompts, drafter.config.draft_vocab, GROUP))
@@ -248,7 +246,7 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     if several.rank == 0 and device != "tp" and asked.structure is None and len(validating) >= LEAST:
         each = [Prompts(model, processor, reader, n, 1, min(most, TOKENS), seed) for n in validating[:MOST].split(1)]
         chosen = choose(model, trainer.folder, each, held_out)
-    drafter_export.finish(trainer, history, model, len(validating), asked.export, chosen=chosen)
+    drafter_export.finish(trainer, history, len(validating), chosen=chosen)
     return history
 
 

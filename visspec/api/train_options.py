@@ -69,7 +69,6 @@ class DrafterTraining(HardwareOptions):
     max_bad: Count = option("items that can't be read and are passed over, in each process", 100)
     save_every: Positive = option("steps between checkpoints", 200)
     keep: Positive = option("checkpoints that are kept, beside that of the best tau", 1)
-    export: str | None = option("write OUT/FORM for other engines too: eagle3, dflash, speculators, ...", None)
     store: Path | None = option("keep the target's answers here, for later runs too", None, writes="folder")
     parallel: str | None = option(
         "under torchrun: whole weights in each process (ddp), or spread", None, choices=["ddp", "fsdp"]
