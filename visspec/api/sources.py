@@ -316,12 +316,17 @@ def prompts(path: Path) -> Iterator[Record]:
     return (_of_prompt(name, line, path.suffix.lower() == ".jsonl") for name, line in _lines(path))
 
 
-def texts(path: Path) -> list[str]:
+def checked_prompts(path: Path) -> list[Record]:
     """All prompts of such a file. Raises ValueError for a line without one, and for a file without any."""
     read = list(prompts(path))
     if error := next((record.error for record in read if record.error is not None), None if read else f"{path}: empty"):
         raise ValueError(f"prompts: {error}")
-    return [str(record.prompt) for record in read]
+    return read
+
+
+def texts(path: Path) -> list[str]:
+    """The texts of `checked_prompts`."""
+    return [str(record.prompt) for record in checked_prompts(path)]
 
 
 def _of_prompt(name: str, line: bytes, is_json: bool) -> Record:
@@ -329,7 +334,8 @@ def _of_prompt(name: str, line: bytes, is_json: bool) -> Record:
         text = line.decode().strip()
         entry = loads(text) if is_json else {"prompt": text}
         if isinstance(entry["prompt"], str) and entry["prompt"].strip():
-            return Record(str(name if entry.get("id") is None else entry["id"]), prompt=entry["prompt"])
+            id, category = entry.get("id"), str(entry.get("kind") or entry.get("category") or "")
+            return Record(str(name if id is None else id), prompt=entry["prompt"], category=category)
     except (ValueError, KeyError, TypeError):
         pass
     expected = "an object with one" if is_json else "a text in UTF-8"
