@@ -171,7 +171,6 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
         """Take over the network's current weights for drafting; call it after they change."""
         self.assistant = self._running(self.embed.weight.dtype)
         self.form = replace(self.form, sequential=self.run.sequential)
-        self._fold = (), None  # `stamp` does not see what a fused optimiser wrote
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Logits (..., V) of hidden states (..., d) below tokens (...), by the trained weights."""
