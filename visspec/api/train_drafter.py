@@ -172,9 +172,8 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
             overwritten.
         options: Fields of `DrafterTraining` and of `TrainingOptions`. What is not given is the preset's.
 
-    Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each trains on answers of its own. Another
-    number of processes can resume a run if it divides the lessons of an update: `accumulate`, or as many as the
-    processes that it began with.
+    Under torchrun every process runs this, and trains on answers of its own. Another number of processes can resume a
+    run if it divides the lessons of an update: `accumulate`, or as many as the processes that it began with.
 
     Returns:
         The validations.
@@ -253,7 +252,7 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
 def device_of(asked: DrafterTraining) -> tuple[str, SingleProcess]:
     """The device of a run, and its processes."""
     device = asked.device if asked.device in targets.SPREAD else targets.resolve_device(asked.device)
-    several = workers(asked.parallel, device)
+    several = workers(device)
     return str(several.device) if several.world > 1 and device != "cpu" else device, several
 
 

@@ -70,8 +70,5 @@ class DrafterTraining(HardwareOptions):
     save_every: Positive = option("steps between checkpoints", 200)
     keep: Positive = option("checkpoints that are kept, beside that of the best tau", 1)
     store: Path | None = option("keep the target's answers here, for later runs too", None, writes="folder")
-    parallel: str | None = option(
-        "under torchrun: whole weights in each process (ddp), or spread", None, choices=["ddp", "fsdp"]
-    )
     resume: bool = option("go on with the run in --out, if there is one", False)
     overwrite: bool = option("train anew where --out holds a drafter already", False)

@@ -12,7 +12,6 @@ K steps of a rollout.
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import time
@@ -27,7 +26,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from visspec.io.checkpoint import read_json
@@ -51,7 +49,7 @@ class SingleProcess:
     several that train on lessons of their own and average gradients.
     """
 
-    world, sharded = 1, False  # sharded: the trained module's weights are spread over the processes
+    world = 1
     device = torch.device("cpu")  # of several processes, that of this one
 
     def __init__(self, rank: int = 0):
@@ -93,11 +91,7 @@ class Trainer:
         self.store: Store | None = None
         self.head: nn.Module = drafter.head
         self.workers = workers = workers or SingleProcess()
-        student = drafter
-        if workers.sharded:  # the drafter keeps whole weights, for validation and for files
-            student = copy.copy(drafter)
-            student.head = copy.deepcopy(drafter.head)
-        module = Step(student, plan)
+        module = Step(drafter, plan)
         matrices = [p for p in module.parameters() if p.dim() > 1]
         vectors = [p for p in module.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -224,7 +218,7 @@ class Trainer:
                 loss, agreed = self.module(lesson, plan.loss_at(self.step))
             (loss / len(lessons)).backward()
             found.append(torch.cat([loss.detach()[None], agreed]))
-        norm = whole(nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip))  # the same in every process
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip)  # the same in every process
         wrong = ~torch.isfinite(norm)
         self.left_out = torch.where(wrong, self.left_out + 1, 0)
         self.optimiser.found_inf = wrong.float()  # type: ignore[attr-defined]  # as a `GradScaler` tells it
@@ -249,18 +243,9 @@ class Trainer:
         named = self.module.named_parameters()
         return [(name.removeprefix("module.").removeprefix("head."), p) for name, p in named]
 
-    @torch.no_grad()
-    def _gather(self) -> None:
-        """Whole weights for the drafter, if they are spread over processes."""
-        if self.workers.sharded:
-            own = dict(self.head.named_parameters())
-            for name, p in self._trained_weights():
-                own[name].copy_(whole(p))
-
     def _validate(self) -> dict[str, float]:
         if self.validate is None:
             return {}
-        self._gather()
         self.drafter.refresh()
         figures = self.workers.first(self.validate())
         self.drafter.refresh()
@@ -282,12 +267,11 @@ class Trainer:
         `run/progress.json` names the step and is replaced in one move once the checkpoint is whole: a run that ends
         anywhere before it has the checkpoint that it had.
         """
-        self._gather()
         state = self.optimiser.state
         entries = [
             (f"{name}/{key}", value) for name, p in self._trained_weights() for key, value in state.get(p, {}).items()
         ]
-        tensors = {name: whole(value.detach()).contiguous() for name, value in entries}
+        tensors = {name: value.detach().contiguous() for name, value in entries}
         if self.workers.rank:
             return
         self.kept = [*(step for step in self.kept if step < self.step), self.step][-self.plan.keep :]
@@ -340,7 +324,7 @@ class Trainer:
         for name, p in self._trained_weights():
             entries = {k.rpartition("/")[2]: v for k, v in tensors.items() if k.rpartition("/")[0] == name}
             if entries:
-                self.optimiser.state[p] = {key: spread(value.to(p.device), p) for key, value in entries.items()}
+                self.optimiser.state[p] = {key: value.to(p.device) for key, value in entries.items()}
         self.step, self.seconds, self.history = progress["step"], progress["seconds"], progress["validations"]
         self.curve, self.kept, self.best = progress["curve"], progress["kept"], progress["best"]
         if self.workers.rank == 0:
@@ -352,15 +336,3 @@ def checkpoint(folder: str | Path) -> Path | None:
     """The folder of the last whole checkpoint of the run in a folder, with the one of its drafter; None without one."""
     run = Path(folder) / RUN
     return run / f"step-{read_json(run, PROGRESS).get('step')}" if (run / PROGRESS).is_file() else None
-
-
-def whole(value: Tensor) -> Tensor:
-    """A tensor whose parts are in several processes, put together; another one as it is."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def spread(value: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor, spread over processes as `like` is, if it has the same shape."""
-    if not isinstance(like, DTensor) or value.shape != like.shape:
-        return value
-    return distribute_tensor(value, like.device_mesh, like.placements)
