@@ -76,12 +76,6 @@ def loads(text: str | bytes) -> Any:
         raise ValueError("JSON is nested too deeply") from None
 
 
-def append_json(path: Path, value: object) -> None:
-    """Add a value as a line to a file of JSON lines. On return the system has it, which outlives this process."""
-    with naming(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(value) + "\n")
-
-
 def lock(file: BinaryIO, path: Path) -> None:
     """Keep a file for this process until it is closed. Raises ValueError if another process keeps it."""
     if fcntl is not None:
