@@ -23,7 +23,7 @@ from visspec.models.infinity.network import InfinityConfig, reach_of, schedule
 from visspec.models.scales.kv_budget import CacheBudget
 from visspec.models.scales.multiscale import ScaleSizes
 from visspec.models.scales.reading import ConditionState
-from visspec.models.scales.target import ScaleSettings, ScaleTarget
+from visspec.models.scales.target import ScaleTarget
 from visspec.types import Request, Sampling
 
 SCALES = ScaleSizes(((1, 1), (2, 2), (3, 2), (4, 3)))
@@ -294,10 +294,6 @@ def test_infinity_pipeline(parts):
     assert all(torch.equal(a[: 5 * BITS], b[: 5 * BITS]) for a, b in zip(mixed.tokens, plainly.tokens))
     full = drawn(budget=CacheBudget.full(SCALES, DEPTH))
     assert all(torch.equal(a, b) for a, b in zip(full.tokens, plainly.tokens))
-    cold = drawn(per_scale=ScaleSettings(temperature=(0.01,) * 4))
-    greedy = ImagePipeline(model, features_of, parts={"codec": vae})(**asked | {"temperature": 0.0})
-    assert not torch.equal(cold.tokens[0], plainly.tokens[0])
-    assert float((cold.tokens[0] == greedy.tokens[0]).float().mean()) > 0.9
     pixels = ImagePipeline(model, features_of, parts={"codec": vae})(**asked | {"output_type": "np"})
     assert pixels.images[0].shape == (8, 6, 3)
 

@@ -41,33 +41,6 @@ RAMPS = ("linear", "constant")  # guidance by scale
 
 
 @dataclass(frozen=True)
-class ScaleSettings:
-    """Settings of each scale in place of the call's, where given: one number for each of the K scales."""
-
-    temperature: tuple[float, ...] | None = None
-    top_k: tuple[int, ...] | None = None
-    top_p: tuple[float, ...] | None = None
-
-    def check(self, scales: int) -> None:
-        """Raises ValueError for lists of another length, and for numbers that are none of their kind."""
-        for name in ("temperature", "top_k", "top_p"):
-            values = getattr(self, name)
-            if values is not None and len(values) != scales:
-                raise ValueError(f"{name}: got {len(values)} numbers, expected {scales}, one for each scale")
-            for value in values or ():
-                Sampling(**{name: value})
-        if self.temperature is not None and 0 in self.temperature:
-            raise ValueError("temperature: got 0 for a scale, expected positive numbers (or 0 for the call: greedy)")
-
-    def of(self, sampling: Sampling, scale: int) -> Sampling:
-        """The settings of a scale. A greedy call stays greedy."""
-        found = {name: values[scale] for name, values in vars(self).items() if values is not None}
-        if sampling.greedy:
-            found.pop("temperature", None)
-        return replace(sampling, **found) if found else sampling
-
-
-@dataclass(frozen=True)
 class ScaleLayout(ImageLayout):
     """An image of K nodes with `total` codes together; `grid` is that of the last scale."""
 
@@ -106,7 +79,6 @@ class ScaleImages(Family):
         model: NextScale | OwnImageModel,
         processor: Callable[..., Any] | None = None,
         codec: ScaleVAE | None = None,
-        per_scale: ScaleSettings | None = None,
         ramp: str | None = None,
         refiner: NextScale | None = None,
         handover: int | None = None,
@@ -124,11 +96,10 @@ class ScaleImages(Family):
         self.model = net
         self.codec = vae
         self.processor = processor
-        self.per_scale, self.ramp = per_scale or ScaleSettings(), ramp
+        self.ramp = ramp
         self.refiner, self.handover, self.budget = refiner, handover, budget
         self.scales, self.codes = net.config.scales, net.config.codes
         self.sizes = tuple(size * self.codec.quantize.each for size in self.scales.sizes)  # codes of each map
-        self.per_scale.check(len(self.scales))
         check_codec(net, self.codec)
         if (refiner is None) != (handover is None):
             raise ValueError(f"handover: got {handover}, expected a refiner and its first scale's number, or neither")
@@ -163,12 +134,11 @@ class ScaleImages(Family):
         return guidance if self.ramp == "constant" or last == 0 else 1 + (guidance - 1) * scale / last
 
     def warp(self, sampling: Sampling, logits_RSV: Tensor, scale: int) -> Tensor:
-        """(B, S, V): guidance, then the scale's temperature and cuts."""
-        own = self.per_scale.of(sampling, scale)
+        """(B, S, V): the scale's guidance, then temperature and cuts."""
         if sampling.guidance == 1.0:
-            return warp(logits_RSV, own)
+            return warp(logits_RSV, sampling)
         given, uncond = logits_RSV.chunk(2)
-        own = replace(own, guidance=self.guidance(sampling.guidance, scale))
+        own = replace(sampling, guidance=self.guidance(sampling.guidance, scale))
         return warp(given.contiguous(), own, uncond.contiguous())
 
     def distributions(self, state: State, groups: list[DistanceGroup], nodes: int) -> Maps:
