@@ -184,7 +184,7 @@ def test_bad_options_are_refused_in_a_sentence(options):
 def test_it_is_refused_for_models_of_another_type():
     with pytest.raises(ValueError, match="painter-distilled is made for a model with"):
         registry.drafter("painter-distilled", janus())
-    with pytest.raises(ValueError, match="which has to be trained, expected the folder of its weights"):
+    with pytest.raises(ValueError, match="must be trained first"):
         registry.drafter("distilled", janus())
 
 

@@ -67,7 +67,7 @@ def test_the_shell_exports_what_was_trained(data, capsys):
 @pytest.mark.parametrize("preset, form, said", [
     (None, "eagle3", "form: got a drafter with fusion sum for 'eagle3', expected split"),
     (None, "eagle", "form: got a drafter with positions target for 'eagle', expected index"),
-    ("deer", "dflash", "for a DiffusionDrafter, which other engines can't read"),
+    ("deer", "dflash", "form: DiffusionDrafter has no form 'dflash'. Other engines can't read"),
     ("dflash", "dspark", "form: got a drafter with no head that walks"),
 ])  # fmt: skip
 def test_export_without_a_form_is_refused(preset, form, said, data):

@@ -338,7 +338,7 @@ MESSAGES = [  # and what is found when they are read
     (asked("x", "data:image/png;base64,A?"), "base64 of an image cannot be read"),
     (asked("x", "data:image/png;base64,AAAA"), "is not a readable PNG"),
     (asked("x", url(Image.new("L", (1001, 1000)))), "more than the limit of 1000000"),
-    (asked("x", *[url(Image.new("L", (600, 1000)))] * 2), "the images have 1200000 pixels together, more than 1000000"),
+    (asked("x", *[url(Image.new("L", (600, 1000)))] * 2), "the images have 1200000 pixels in total, more than 1000000"),
     (asked("x " * 2000), "exceed the model's context, 1024"),
     (asked("<image> <image> what ?"), "the model's processor refuses them"),
 ]

@@ -243,7 +243,7 @@ def test_a_text_model_sees_no_pictures(command, folder, capsys):
 @pytest.mark.parametrize("command", ["generate x", "bench image"])
 def test_a_text_model_draws_nothing(command, folder, capsys):
     said = refused(capsys, *command.split(), "--model", folder)
-    assert "'llama' draws no images" in said and "`bench text`" in said
+    assert "'llama' does not generate images" in said and "`bench text`" in said
 
 
 def test_serve_answers_a_chat(folder):
