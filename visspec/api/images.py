@@ -320,7 +320,7 @@ class ImagePipeline:
         return tqdm(total=total, unit="tok", **({"leave": False} | self._progress))
 
     def _job(self, request: ImageRequest) -> ImageJob:
-        """Check what depends on the model, before any pass, and encode prompts and pictures."""
+        """Check what depends on the model, before any pass, and encode prompts."""
         family, texts = self.family, request.texts
         sampling = self.sampling(request.guidance_scale, request.temperature, request.top_k, request.top_p)
         layout = family.layout(request.height, request.width)

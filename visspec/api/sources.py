@@ -289,10 +289,13 @@ def _of_member(path: Path, name: str, found: Mapping[str, Any]) -> Record:
 
 
 def open_dataset(source: str, streaming: bool) -> Any:
-    """A data set of the library `datasets`: hf:NAME[:SPLIT] (default train), or a folder written by `save_to_disk`.
-    streaming: one of the hub is read record by record, else fetched whole. Raises ValueError if that isn't installed.
+    """A data set of the library `datasets`: hf:NAME[:SPLIT] (default train), a folder written by `save_to_disk`, or
+    parquet. streaming: one of the hub is read record by record, else fetched whole. Raises ValueError if that isn't
+    installed.
     """
     datasets = need("datasets", source)
+    if Path(source).suffix.lower() == ".parquet":
+        return datasets.Dataset.from_parquet(source)
     name, _, split = source.removeprefix(DATASET).partition(":")
     if source.startswith(DATASET) and not Path(name).exists():
         return datasets.load_dataset(name, split=split or "train", streaming=streaming)
