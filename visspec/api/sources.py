@@ -79,16 +79,14 @@ def reader(source: str) -> tuple[Reader, int | None]:
     if is_dataset(source):
         need("datasets", source)
         return lambda: _to_the_end(source, of_dataset(source)), None
-    unlisted: list[OSError] = []
     if path.is_dir():
-        return _files(image_files(path, unlisted=unlisted, suffixes=SUFFIXES), unlisted, source, unread_kinds(path))
+        return _files(image_files(path, SUFFIXES), source, unread_kinds(path))
     if not path.exists() and glob.has_magic(source):
         there = [Path(name) for name in sorted(glob.glob(source, recursive=True))]
         found = [file for file in there if file.suffix.lower() in SUFFIXES]
-        unlisted = _unreadable_folders(path)
-        if not found and not unlisted:
+        if not found:
             raise ValueError(f"{source}: got no image, expected files that end in {', '.join(SUFFIXES)}")
-        return _files(found, unlisted, source, unread_kinds(there))
+        return _files(found, source, unread_kinds(there))
     kinds = {".jsonl": of_lines, ".parquet": of_parquet, ".tar": of_tar}
     read = kinds.get(path.suffix.lower())
     if read is None:
@@ -108,20 +106,6 @@ def _rows(path: Path) -> int | None:
         return sum(1 for _ in _lines(path)) if path.suffix.lower() == ".jsonl" else None
     except (ValueError, OSError):
         return None
-
-
-def _unreadable_folders(pattern: Path) -> list[OSError]:
-    """Errors of the folders that a glob has to list and can't: `glob` passes them by."""
-    found: dict[str, OSError] = {}
-    for number, part in enumerate(pattern.parts):
-        if glob.has_magic(part):
-            home = os.path.join(*pattern.parts[: number + (part == "**")], "") if number or part == "**" else "./"
-            for folder in glob.glob(home, recursive=True):
-                try:
-                    os.scandir(folder).close()
-                except OSError as error:
-                    found.setdefault(folder.rstrip("/"), error)
-    return list(found.values())
 
 
 def _to_the_end(source: str, found: Iterator[Record]) -> Iterator[Record]:
@@ -166,14 +150,9 @@ def new_records(records: Iterable[Record], done: Collection[str], repeated: Call
             yield record
 
 
-def _files(
-    paths: Iterable[Path], unlisted: Iterable[OSError] = (), source: str = "", unread: Mapping[str, int] | None = None
-) -> tuple[Reader, int]:
+def _files(paths: Iterable[Path], source: str = "", unread: Mapping[str, int] | None = None) -> tuple[Reader, int]:
     depth = len(Path(source).parts) if Path(source).is_dir() else None  # of the subfolder in a file's path
     found = [Record(str(p), p, category=p.parts[depth] if depth and len(p.parts) > depth + 1 else "") for p in paths]
-    for error in unlisted:
-        folder, why = str(Path(error.filename)), f"got a folder that can't be listed ({error.strerror})"
-        found.append(Record(folder, error=f"{folder}: {why}, expected one that can"))
     for kind, count in (unread or {}).items():
         said = f"{source}: {count} {kind} files can't be read and are left out. Convert them to PNG or JPEG."
         found.append(Record(f"{source}/*{kind}", error=said, passed_over=True))
