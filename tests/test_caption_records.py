@@ -132,7 +132,9 @@ def test_shard_links(folder, tmp_path, capsys):
     assert good == {"x/a": "42", "x/b": "42", "c": None, "d": None, "e": None}
     bad = {id: record.error for id, record in found.items() if id not in good}
     assert set(bad) == {"f", "g", "h", "i", "j"}
-    assert all(f"got {id}.png, which is no file and no link to one in the archive" in text for id, text in bad.items())
+    assert all(
+        f"got {id}.png, which is neither a file nor a link to one in the archive" in text for id, text in bad.items()
+    )
     out = tmp_path / "o.jsonl"
     assert main(["caption", str(shard), "--out", str(out), *SHORT]) == 1
     assert len(lines(out)) == 10 and sum("caption" in line and line["caption"] is not None for line in lines(out)) == 5
@@ -265,7 +267,7 @@ def test_an_output_that_is_removed_ends_the_run(name, folder, tmp_path, capsys, 
     images = [str(path) for path in folder.rglob("*.png")]
     for count in (1, 4):  # behind the last record, and between two
         said = refused(capsys, "caption", *images[:count], "--out", str(out), *SHORT)
-        assert "was removed during the run, expected it to stay" in said and not out.exists()
+        assert "The file was removed during the run" in said and not out.exists()
 
 
 def test_names_that_are_no_text(folder, tmp_path):
@@ -297,7 +299,7 @@ def test_json_that_is_nested_too_deeply_costs_its_own_record(folder, tmp_path):
     assert "no JSON" in one.error and "no JSON" in two.error and (three.error, three.id) == (None, f"{table}:3")
     assert [(r.prompt, bool(r.error)) for r in sources.prompts(table)] == [(None, True)] * 2 + [("what ?", False)]
     first, second, third = sources.records([shard])
-    assert first.error == f"{shard}/a: got a .json that is no JSON, expected an object"
+    assert first.error == f"{shard}/a: got a .json that is not JSON, expected an object"
     assert (second.prompt, second.image) == ("42", data) and (third.prompt, third.image) == (None, data)
 
 
@@ -409,7 +411,7 @@ def test_a_journal_belongs_to_one_run_and_one_setting(tmp_path):
     path = tmp_path / "j.jsonl"
     with Journal(path, {"a": (1, 2)}) as journal:
         journal.add({"id": "x"})
-        with pytest.raises(ValueError, match="another run is writing"), Journal(path, {"a": (1, 2)}):
+        with pytest.raises(ValueError, match="Another run is writing"), Journal(path, {"a": (1, 2)}):
             pass
     with Journal(path, {"a": [1, 2]}) as again:
         assert again.done == {"x"} and list(again) == [{"id": "x"}]

@@ -57,7 +57,7 @@ def test_the_shell_exports_what_was_trained(data, capsys):
     (data / "bare").mkdir()
     for argv, said in (
         ([str(out), "--form", "eagle3"], "form: got 'eagle3', expected one of dflash"),
-        ([str(out), "--form", "dflash", "--out", str(data / "x")], "which holds a model, expected a folder of its own"),
+        ([str(out), "--form", "dflash", "--out", str(data / "x")], "x already holds a model. Choose another folder."),
         ([str(data / "bare"), "--form", "dflash"], "target: got none, and "),
     ):
         assert main(["export", *argv, *(() if "--out" in argv else ("--out", str(data / "y")))]) == 2

@@ -36,7 +36,7 @@ MISTAKES = {
     "caption {}/photo.png --preset gumbel": "for models of codes, expected one for text",
     "caption {}/photo.png --preset {}/gone.json": "gone.json",
     "caption {}/photo.png --model captoiner": "such as captioner",
-    "caption {}/photo.png --model nobody/nothing": "nobody/nothing is no folder",
+    "caption {}/photo.png --model nobody/nothing": "nobody/nothing is neither a folder",
     "caption {}/photo.png --model {}/gone": "gone",
     "caption {}/photo.png --max-new-tokens many": "--max-new-tokens: got many, expected a whole number",
     "caption {}/photo.png --temperature hot": "--temperature: got hot",
@@ -73,7 +73,7 @@ MISTAKES = {
     "bench image --model painter --method coupled=jacobi": "expected a preset or name=drafter/acceptance",
     "convert llamagenn {}/x.pt --out {}/out": "such as llamagen",
     "convert llamagen {}/gone.pt --vq {}/gone.pt --out {}/out": "gone.pt",
-    "caption {}/photo.png --model deepseek-ai/Janus-Pro-1B": "deepseek-ai/Janus-Pro-1B is no folder",
+    "caption {}/photo.png --model deepseek-ai/Janus-Pro-1B": "deepseek-ai/Janus-Pro-1B is neither a folder",
     "generate x --prompts {}/gone.txt": "gone.txt",
     "generate x --image {}/photo.png": "both --image and --mask",
     "generate x --retry-failed": "--retry-failed: got it without --ray",
@@ -141,7 +141,7 @@ def test_a_package_that_is_missing_is_a_sentence(line, folder, capsys, monkeypat
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, MISSING[line], None)
     said = refused(capsys, *shlex.split(line.replace("{}", str(folder))))
-    assert f"{MISSING[line]} is not installed, expected it (pip install 'visspec[" in said
+    assert f"{MISSING[line]} is not installed. Run pip install 'visspec[" in said
 
 
 @pytest.mark.parametrize("argv", [[], ["bench"], ["train"]])

@@ -151,7 +151,7 @@ def test_duplicate_prompts_are_left_out(folder, tmp_path, monkeypatch, capsys):
 
 def test_pictures_of_own_prompts_alone(folder, tmp_path, capsys):
     argv = ["train", "drafter", "--target", folder, "--out", tmp_path / "d", "--images", "photos", "--data", "x.jsonl"]
-    assert "images: got them with --data x.jsonl, which names its own" in refused(capsys, *argv)
+    assert "images: --data x.jsonl has its own images" in refused(capsys, *argv)
 
 
 def test_a_table_for_the_default_drafter(folder, tmp_path, capsys):

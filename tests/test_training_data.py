@@ -152,7 +152,7 @@ def test_data_that_can_not_be_read_is_refused(home, monkeypatch):
         "torn.parquet: ": "torn.parquet",
         "txt.tar: got x.txt, expected it to be an image, .json, .prompt or among --ignore": "txt.tar",
         "two.tar: got x.jpg, expected one image of a name": "two.tar",
-        "x of .*list.tar: got a .json that is no object": "list.tar",
+        "x of .*list.tar: got a .json that is not an object": "list.tar",
     }.items():
         if file == "torn.parquet":
             datasets = pytest.importorskip("datasets")
@@ -162,7 +162,7 @@ def test_data_that_can_not_be_read_is_refused(home, monkeypatch):
     assert len(TrainingData(home / "txt.tar", ignore=["txt"])) == 1
     with one_sentence("answers: got 'x', expected one of target, own"):
         TrainingData(home, "x")
-    with one_sentence("data: .*a.png: got no answer, expected one: --answers own"):
+    with one_sentence("data: .*a.png: got no answer, which --answers own requires"):
         TrainingData(home, "own")
 
 

@@ -32,9 +32,7 @@ def to_device(values: Sequence | Tensor, device: torch.device | str, dtype: torc
 
 
 def contiguous_copy(x: Tensor) -> Tensor:
-    """Return a copy whose strides follow from its shape, even for dimensions of size one, because a graph depends on
-    strides.
-    """
+    """Return a copy whose strides follow from its shape, even for dimensions of size one, as graphs need."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
@@ -109,9 +107,7 @@ class SlotCache:
         return not self.uniform or (self.steady and len(self.lengths) > 1)
 
     def open(self, nodes: int, device: torch.device | str) -> int:
-        """Start a pass that writes `nodes` slots per row. Returns its extent, the number of slots that it attends
-        to.
-        """
+        """Start a pass that writes `nodes` slots per row. Returns its extent, the number of slots it attends to."""
         self.nodes, self._start = nodes, self.length
         self._extent = self.length + nodes if self.extents is None else self.extents(self.length + nodes)
         self._slots = None
@@ -215,9 +211,7 @@ class SlotCache:
             self.padding = self.padding[to_device(keep, self.padding.device)]
 
     def pack(self, real: list[list[bool]]) -> None:
-        """Remove the prompts' padding, so that no slot below a row's length is masked. `real` is `padding` on the
-        host.
-        """
+        """Remove the prompts' padding, so that no slot of a row is masked. `real` is `padding` on the host."""
         longest, slots = self.length, []
         for row, length in zip(real, self.lengths):
             kept = [s for s, is_real in enumerate(row) if is_real] + list(range(len(row), length))

@@ -202,9 +202,7 @@ def write_preset(path: str | Path, model: ConfiguredModel, choice: Mapping[str, 
 
 
 def read_preset(path: str | Path, model: ConfiguredModel | None = None) -> Preset:
-    """Read a preset from a file. Raises ValueError for other files, or if it was made for another model than
-    `model`.
-    """
+    """Read a preset from a file. Raises ValueError for other files, or if it was made for another model."""
     found = read_json(Path(path).parent, Path(path).name)
     if missing := [name for name in ("drafter", "acceptance", "made_for") if name not in found]:
         raise ValueError(f"preset: {path} has no {missing[0]}, expected a file that `visspec tune --out` wrote")

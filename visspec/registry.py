@@ -160,9 +160,7 @@ def _number(text: str) -> Any:
 
 
 def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: Callable | None = None) -> Any:
-    """Return `(start or kind)(**options)`. Raises ValueError if an option is unknown or its value does not fit `kind`'s
-    annotation.
-    """
+    """Return `(start or kind)(**options)`. Raises ValueError for unknown options, or values of the wrong type."""
     known = options_of(kind)
     free = any(one.kind is Parameter.VAR_KEYWORD for one in signature(kind).parameters.values())
     for option, value in options.items():
@@ -223,9 +221,7 @@ def length(spec: object) -> Callable[[int], Any] | None:
 
 
 def presets(needs: str) -> dict[str, Preset]:
-    """Return the presets for models that generate "text", "codes", codes in "any order", "vectors" or "maps", by
-    name.
-    """
+    """Return the presets for models that generate "text", "codes", "any order", "vectors" or "maps", by name."""
     load_plugins()
     kinds = ("any order", "codes") if needs == "any order" else (needs,)
     return {name: by[kind] for name, by in PRESETS.items() for kind in kinds if kind in by}
@@ -248,9 +244,7 @@ def preset(name: str | Path, needs: str, model: ConfiguredModel | None = None) -
 
 
 def recipe(name: str | None, needs: str = "text") -> Recipe:
-    """Return a recipe of `visspec train drafter`, "own" by default. Raises ValueError if it is not for models of
-    `needs`.
-    """
+    """Return a recipe of `visspec train drafter`, by default "own". Raises ValueError if it does not fit `needs`."""
     entry = find("recipe", name or "own")
     if entry.needs != needs:
         raise ValueError(f"preset: got {name!r}, which is for models of {entry.needs}, expected one for {needs}")

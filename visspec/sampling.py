@@ -31,9 +31,7 @@ SIBLINGS = 32  # uniform numbers per position, and so the maximum number of chil
 
 
 class BufferedNoise:
-    """Base class of random numbers by position. `samples`: drafts are samples from a reported distribution, independent
-    of these numbers.
-    """
+    """Base class of random numbers by position. `samples`: drafts are samples from q, independent of these numbers."""
 
     samples = False
 
@@ -52,9 +50,7 @@ class BufferedNoise:
         return torch.rand(CHUNK, self.width, generator=generator, device=generator.device)
 
     def window(self, positions: int, first: int = 0) -> Tensor:
-        """Return the numbers of each row's next positions, from `first` on, without consuming them: (B, positions -
-        first, width).
-        """
+        """Return the numbers (B, positions - first, width) of each row's next positions, without consuming them."""
         self._reach(positions)
         return torch.stack([a[first:positions] for a in self.ahead])
 
@@ -129,9 +125,7 @@ def gumbel_given(logp: Tensor, chosen: Tensor) -> Tensor:
 
 
 class Uniform(BufferedNoise):
-    """`width` uniform numbers per position, for drafts sampled from a known distribution. The last number draws the
-    draft.
-    """
+    """`width` uniform numbers per position, for drafts sampled from a known q. The last number draws the draft."""
 
     samples = True
 
@@ -149,9 +143,7 @@ class AcceptanceNoise(Uniform):
         super().__init__(generators, SIBLINGS + 2)
 
     def accept_uniforms(self, tree: Tree) -> tuple[Tensor, Tensor]:
-        """Return a coin for each node (B, N), by its depth and its rank among siblings, and a number for the residual
-        (B,).
-        """
+        """Return a coin for each node (B, N), by its depth and rank among siblings, and one for the residual (B,)."""
         window_BTU = self.window(tree.levels + 1)
         coins_BN = window_BTU.flatten(1).gather(1, trees.tree_cache(tree, _coin).expand(len(window_BTU), -1))
         return coins_BN, window_BTU[:, 0, SIBLINGS].contiguous()
@@ -205,9 +197,7 @@ class ScaleNoise(BufferedNoise):
         super().__init__(generators, width)
 
     def codes(self, nodes: int, first: int = 0) -> Tensor:
-        """Return the numbers of each row's next scales, from `first` on, zero-padded to the largest: (B, nodes, S,
-        width).
-        """
+        """Return the numbers (B, nodes, S, width) of each row's next scales, zero-padded to the largest scale."""
         spans = [[self._span(b, first + n) for n in range(nodes)] for b in range(len(self.generators))]
         self._reach(max(end for row in spans for _, end in row))
         most = max(end - begin for row in spans for begin, end in row)
@@ -351,9 +341,7 @@ def _together(processors: Sequence[Callable], length: int, tree: Tree) -> bool:
 
 
 def _process_logits(logits_V: Tensor, ids: Tensor, own: Request, index: int) -> Tensor:
-    """Apply the processors of a request, which may have different settings for each of its rows, to the logits after
-    `ids`.
-    """
+    """Apply the processors of a request, which may depend on the row, to the logits after `ids`."""
     batch = own.prompt.shape[0]
     for processor in own.sampling.processors:
         if isinstance(processor, RowProcessor):

@@ -186,9 +186,7 @@ class TreeBuilder:
         return token_BM.gather(1, best_BK), best_BK // self.children
 
     def finish(self, nodes: int) -> Draft:
-        """Return the best `nodes` proposals, excluding the root, as a draft. They form a tree, because a child never
-        ranks above its parent.
-        """
+        """Return the best `nodes` proposals as a draft. They form a tree, as a child never ranks above its parent."""
         total, tokens = torch.cat(self.total, dim=1), torch.cat(self.tokens, dim=1)
         parent = torch.cat(self.frontiers[:-1], dim=1).repeat_interleave(self.children, dim=1)
         parent = torch.cat([torch.full_like(parent[:, :1], -1), parent], dim=1)

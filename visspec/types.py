@@ -154,7 +154,7 @@ class Request:
 
     @property
     def visits(self) -> Sequence[int]:
-        """Places of an image's codes in the order in which an any-order target draws them."""
+        """Places of an image's codes in the order of an any-order target."""
         assert self.grid is not None
         return range(self.grid[0] * self.grid[1]) if self.order is None else self.order
 
@@ -235,8 +235,8 @@ NoiseT = TypeVar("NoiseT", default=Any)  # random numbers of a request: a `sampl
 
 
 class Structure(NamedTuple):
-    """Structure of a draft: the maximum number of nodes per level that have children (1 for a chain), and of nodes in
-    total, without the root.
+    """Structure of a draft: maximum nodes per level that have children (1 for a chain), and of the tree without
+    root.
     """
 
     width: int = 0  # 0: chosen by the drafter
@@ -435,9 +435,7 @@ class Target:
         raise ValueError(f"drafter: {type(self).__name__} can't run single layers. Choose another drafter.")
 
     def stored(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-        """Return keys and values (B, H, S, E) of these layers, read-only, and a mask (B, S) of the committed slots, or
-        None if all are committed.
-        """
+        """Return read-only keys and values (B, H, S, E) of layers, and a mask (B, S) of committed slots (None: all)."""
         raise ValueError(f"drafter: {type(self).__name__} does not expose keys and values. Choose another drafter.")
 
     def law(self, request: Request) -> Callable[[Tensor], Tensor] | None:
@@ -526,9 +524,7 @@ class Drafter:
         return (OWN,)
 
     def restrict_to_chains(self) -> None:
-        """Draft chains only. Called if the target or the rule does not support trees. A drafter without chains is
-        rejected.
-        """
+        """Draft chains only, because target or rule do not support trees. A drafter without chains is rejected."""
 
     def compile(self) -> None:
         """Compile the drafter's passes. Called after `attach` with `compile=True`; a no-op by default."""
@@ -560,8 +556,8 @@ class Drafter:
         raise ValueError(f"form: {kind} has no form {form!r}. Other engines can't read this drafter.")
 
     def attach(self, target: Any) -> None:
-        """Connect to the model, or for images to its family. Called when a setup is built, and again after device or
-        dtype changed.
+        """Connect to the model, or its image family. Called when a setup is built, and after device or dtype
+        changed.
         """
 
     def start(self, state: State, scores: Scores) -> None:
@@ -727,9 +723,7 @@ class Order:
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Prompts and the target's recorded answers (`train.capture`). Row b has lengths[b] answer tokens, stop token
-    included; M is the largest.
-    """
+    """Prompts and the target's recorded answers (`train.capture`). Row b has lengths[b] answer tokens, M at most."""
 
     ids: Tensor  # (B, L + M) prompts (left-padded) and answers (right-padded)
     prompt_length: int

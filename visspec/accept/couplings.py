@@ -64,9 +64,7 @@ def candidate_coupling(
 def log_ratios(
     point: Tensor, draws: Tensor, other: Tensor, log_other: Tensor, mean: Tensor, log_sigma: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return log p/q of the point (...) and log q/p of the candidates (..., K), with p = N(mean, exp(log_sigma)^2) and
-    q likewise.
-    """
+    """Return log p/q of the point (...) and log q/p of the candidates (..., K), with p = N(mean, exp(log_sigma)^2)."""
     ratio = log_density(point, mean, log_sigma) - log_density(point, other, log_other)
     ratios = log_density(draws, other[..., None, :], log_other[..., None, :])
     return ratio, ratios - log_density(draws, mean[..., None, :], log_sigma[..., None, :])

@@ -61,9 +61,7 @@ class Forecast(NamedTuple):
 
 
 def forecast(steps: DenoisingSteps) -> Forecast:
-    """Return the coefficients for windows of `MOST` steps, cached per schedule. Steps beyond the last change
-    nothing.
-    """
+    """Return the coefficients for windows of `MOST` steps, cached per schedule. Steps after the last change nothing."""
     if steps not in _forecasts:
         with torch.inference_mode(False):
             _forecasts[steps] = Forecast(*(part.to(steps.keep) for part in _forecast(steps, MOST)))
@@ -223,9 +221,7 @@ def advance(
     window: int,
     merge: int,
 ) -> ActiveTrajectories:
-    """Run one pass of the head over W = `width` points of each chain, of which `reach` are valid. Every chain moves by
-    at least one step.
-    """
+    """Run one pass of the head over `width` points of each chain, of which `reach` are valid. Every chain moves."""
     steps, reach_M1 = distribution.steps, chains.reach[:, None]
     place = torch.arange(width, device=chains.step.device)
     index = (chains.step[:, None] + place).clamp(max=len(steps) - 1)

@@ -22,7 +22,7 @@ from visspec.types import Acceptance, Draft, RuleTraits, Scores, Tree, Verdict
 
 
 class Exact(Acceptance[Gumbel]):
-    """The default rule: exact for greedy decoding and sampling, for chains and trees of point-mass or coupled
+    """The default rule: exact for greedy decoding and sampling, for chains and trees of point masses or coupled
     drafts.
     """
 

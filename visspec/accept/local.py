@@ -64,7 +64,7 @@ class Local(Acceptance[Gumbel]):
         return Gumbel(generators, width)
 
     def within_tolerance(self, p_BNV: Tensor, x_BN: Tensor) -> Tensor:
-        """Return whether codes x are accepted under the distributions of their positions, (B, N); never for grammar
+        """Return whether codes x are accepted under the distributions of their positions, (B, N); false for grammar
         ids.
         """
         assert self.near_Vk is not None  # of `bind`

@@ -46,9 +46,7 @@ class Rejection(Acceptance[AcceptanceNoise]):
         return AcceptanceNoise(generators)
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor | None:
-        """Return the mass (B, N) added to each node's probability under its parent's distribution; None for the exact
-        rule.
-        """
+        """Return the mass (B, N) added to each node's probability given its parent; None for the exact rule."""
         return None
 
     def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:

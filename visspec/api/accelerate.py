@@ -381,9 +381,7 @@ class Accelerated:
 
 @dataclass(eq=False)
 class _Run:
-    """A custom decoding function for one `generate` call of transformers, which prepares its inputs. Keeps the
-    result.
-    """
+    """A custom decoding function for one `generate` call of transformers, which prepares its inputs."""
 
     setup: DecodingSetup[HFDecoder]
     tokenizer: Processor | Tokenizer | None = None

@@ -66,9 +66,7 @@ def chat_prompt(processor, request: str) -> str:
 
 
 def chat_text(processor, messages: Sequence[dict[str, Any]]) -> str:
-    """Render a conversation with the processor's chat template, or as plain text if it has none. Raises ValueError if
-    the template fails.
-    """
+    """Render a conversation with the chat template, or as plain text. Raises ValueError if the template fails."""
     if getattr(processor, "chat_template", None):
         options: dict[str, Any] = {"add_generation_prompt": True}
         if isinstance(processor, PreTrainedTokenizerBase):  # templates of text models expect plain strings
@@ -83,9 +81,7 @@ def chat_text(processor, messages: Sequence[dict[str, Any]]) -> str:
 
 
 def prepare(processor, images: Sequence, request: str | Sequence[str], model) -> dict[str, Any]:
-    """Return a model's inputs, on its device, for a batch of PIL images or clips with one request for all or one
-    each.
-    """
+    """Return a model's inputs, on its device, for a batch of PIL images or clips with one request or one each."""
     requests = [request] * len(images) if isinstance(request, str) else request
     return move_inputs(process_batch(processor, images, requests), model)
 

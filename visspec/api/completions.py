@@ -32,9 +32,7 @@ class RequestError(ValueError):
 
 
 class Strict(BaseModel):
-    """An object of a request body. Values are not converted, and unknown members are rejected unless they are null or
-    empty.
-    """
+    """An object of a request body. Values are not converted, and unknown members must be null or empty."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -150,7 +148,7 @@ class ChatBody(Body):
         return found
 
     def images(self, max_pixels: int) -> list[Image]:
-        """Decode the images. Raises RequestError, before decoding any, if they have more than `max_pixels` pixels in
+        """Decode the images. Raises RequestError before decoding if they have more than `max_pixels` pixels in
         total.
         """
         parts = [part for message in self.messages for part in message.content]

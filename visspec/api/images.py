@@ -200,9 +200,7 @@ class ImagePipeline:
         saving.save(folder, self.components, self.family, **options)
 
     def to(self, *args, **kwargs) -> ImagePipeline:
-        """Move or cast the model and its parts, with the arguments of `nn.Module.to`. Drafters and rules are rebuilt at
-        the next call.
-        """
+        """Move or cast the model and its parts like `nn.Module.to`. Drafters and rules are rebuilt at the next call."""
         with self._lock:
             self._move(*args, **kwargs)
             self._renew()
@@ -357,9 +355,7 @@ class ImagePipeline:
         return image_call.sampling_of(given, self.model, self.family)
 
     def setup(self, drafter, acceptance, order=None) -> DecodingSetup:
-        """Return the target with a drafter, a rule and an order, by name or as objects. It is cached, to reuse measured
-        lengths.
-        """
+        """Return the setup for a drafter, a rule and an order. It is cached, to reuse measured draft lengths."""
         if not isinstance(order, str | Order | None):  # lists of places are compared by value
             order = tuple(order.tolist() if isinstance(order, torch.Tensor) else order)
         asked = (drafter, acceptance, order)

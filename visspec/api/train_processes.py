@@ -1,4 +1,4 @@
-"""The processes of a training run, as torchrun starts them, through the library `accelerate`."""
+"""Training in several processes started by torchrun, with DDP of the library `accelerate`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ EXTRA = "train"
 
 
 def workers(device: str) -> SingleProcess:
-    """What torchrun has started, or `SingleProcess`. Raises ValueError without `accelerate`."""
+    """Return the processes that torchrun has started, or `SingleProcess`. Raises ValueError without `accelerate`."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if device == "tp":  # they share one target, so all of them make the same answers and train the same drafter
-        return SingleProcess(int(os.environ.get("RANK", "0")))  # the first one writes
+    if device == "tp":  # they share one target, so all of them train the same drafter on the same answers
+        return SingleProcess(int(os.environ.get("RANK", "0")))  # only the first process writes
     if world == 1:
         return SingleProcess()
     need("accelerate", f"{world} processes", EXTRA)
@@ -30,7 +30,8 @@ class Workers(SingleProcess):
     def __init__(self, device: str):
         from accelerate import Accelerator, DistributedDataParallelKwargs
 
-        unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # lessons without images
+        # batches without images leave parameters unused
+        unused = DistributedDataParallelKwargs(find_unused_parameters=True)
         self.accelerator = Accelerator(cpu=device == "cpu", kwargs_handlers=[unused])
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.device = self.accelerator.device

@@ -115,8 +115,8 @@ class Denoising(Distribution):
         return (len(self.steps) + 1) * self.size
 
     def kernel(self, x_MWd: Tensor, step_MW: Tensor, chains_M: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the distribution of each point's successor: mean (M, W, d), log sigma (M, W, 1 or d), and the estimate
-        of the value (M, W, d).
+        """Return each next point's mean (M, W, d) and log sigma (M, W, 1 or d), and the estimate of the value (M, W,
+        d).
         """
         value, share = self.estimate(x_MWd, step_MW, chains_M)
         return *self.gaussian(x_MWd, step_MW, value, share), value
@@ -129,9 +129,7 @@ class Denoising(Distribution):
         return self.predict(x_MWd, step_MW, chains_M)
 
     def gaussian(self, x: Tensor, step: Tensor, value: Tensor, share: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (mean, log sigma) of the points after x (..., d), from estimates of the value and shares at steps
-        (...).
-        """
+        """Return (mean, log sigma) of the points after x (..., d), given estimates of the value and shares."""
         steps = self.steps
         mean = steps.keep[step][..., None] * x + steps.move[step][..., None] * value
         log_sigma = steps.low[step][..., None]

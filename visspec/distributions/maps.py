@@ -15,9 +15,7 @@ from visspec.distributions.base import Distribution, check_tensor
 
 
 class Maps(Distribution):
-    """Distributions (B, N) from float32 logits (B, N, S, V). Node (b, n) has count (B, N) codes. Values are ids (B, N,
-    S).
-    """
+    """Distributions (B, N) from float32 logits (B, N, S, V). Node (b, n) has count (B, N) codes. Values: (B, N, S)."""
 
     def __init__(self, logits_BNSV: Tensor, count_BN: Tensor):
         self.logits, self.count = logits_BNSV, count_BN
@@ -37,9 +35,7 @@ class Maps(Distribution):
 
     @classmethod
     def chain(cls, levels: list[Maps], size: int) -> Maps:
-        """Stack the distributions (B, 1) of a chain's levels to (B, 1 + levels), padded to `size` codes. The root's
-        entry is unused.
-        """
+        """Stack a chain's distributions (B, 1) to (B, 1 + levels), padded to `size` codes. The root's is unused."""
         padded = [F.pad(distribution.logits, (0, 0, 0, size - distribution.logits.shape[2])) for distribution in levels]
         counts = [distribution.count for distribution in levels]
         stacks = (torch.cat([torch.zeros_like(parts[0]), *parts], dim=1) for parts in (padded, counts))

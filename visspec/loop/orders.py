@@ -105,9 +105,7 @@ class RejectedRegions(Order):
 
 
 def islands(places: Places, where: dict[int, tuple[int, int]]) -> list[Places]:
-    """Return the 8-connected components of the places, each sorted, by first place. `where` has their rows and
-    columns.
-    """
+    """Return the sorted 8-connected components of the places, by first place. `where` has rows and columns."""
     left, components = {where[u]: u for u in places}, []
     while left:
         edge, island = [next(iter(left))], []

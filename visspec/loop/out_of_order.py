@@ -131,9 +131,7 @@ class OutOfOrderDecoder:
         self.record([len(places) for places in wanted], ran)
 
     def score_draft(self, drafted_BN: Tensor) -> Tensor:
-        """Run one pass over a drafted image, treated as final. Returns the distribution at each of its codes, (B, N,
-        V).
-        """
+        """Run one pass over a drafted image, treated as final. Returns the distributions of its codes, (B, N, V)."""
         places = self.free
         self.tokens_BT[:, places] = drafted_BN
         first = max(places[0] - 1, 0)
@@ -172,9 +170,7 @@ class OutOfOrderDecoder:
             self.known[b][u], self.passes[b][u] = True, now
 
     def _run(self, final: list[set[int]], extra: list[dict[int, int]]) -> tuple[Tensor | None, list[dict[int, int]]]:
-        """Run final positions and replacements {position: its token's}. Returns distributions, and {position: node} per
-        row.
-        """
+        """Run final positions and replacements {position: other position}. Returns distributions, {position: node}."""
         tables = [{**{t: t for t in sorted(f)}, **e} for f, e in zip(final, extra)]
         width = max(map(len, tables))
         if width == 0:
@@ -191,9 +187,7 @@ class OutOfOrderDecoder:
         return categorical(scores.distribution).logits, [{t: n for n, t in enumerate(table)} for table in tables]
 
     def _after(self, laws_BNV: Tensor | None, at: list[dict[int, int]], pairs: list[tuple[int, int]]) -> Tensor:
-        """Return the distribution at each (row, place), (F, V): that of the previous node, or of the prompt at
-        place 0.
-        """
+        """Return the distribution (F, V) at each (row, place): after the previous node, or the prompt at place 0."""
         if not pairs:
             return self.first_BV[:0]
         after_BNV = self.first_BV[:, None] if laws_BNV is None else torch.cat([self.first_BV[:, None], laws_BNV], 1)
@@ -215,8 +209,8 @@ class OutOfOrderDecoder:
 
 
 def audit(decoder: OutOfOrderDecoder) -> Tensor:
-    """Return the drift (B,): the sum over places of the total variation between the distribution used and the one given
-    all previous positions.
+    """Return the drift (B,): the summed total variation between the distributions used and those given all
+    predecessors.
     """
     state = decoder.state
     device, last = decoder.tokens_BT.device, decoder.total - 1

@@ -65,7 +65,7 @@ class TokenBuffer:
             self.finished.add(row)
 
     def in_raster_order(self, row: int, items: list[Any]) -> list[Any]:
-        """Return items of an original row's nodes in the order of `values`."""
+        """Return items of a row's nodes in the order of `values`."""
         return items
 
     def values(self, row: int) -> Tensor:

@@ -86,7 +86,7 @@ class SafeDrafter(Drafter):
     def _try(
         self, state: State, method: Callable[..., Any], *arguments: object, check: Callable[..., Any] | None = None
     ) -> Any:
-        """Call a method of the drafter and check the result. Returns None if it fails, or has failed earlier in this
+        """Call a method of the drafter and check the result. Returns None if it fails, or has failed in this
         request.
         """
         if not state.drafting:

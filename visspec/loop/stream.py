@@ -219,9 +219,7 @@ class Stream:
         return group
 
     def _open(self, group: list[Row]) -> Iterator[Answer]:
-        """Prefill a group. If its rows can't share a batch, or if that fails, go row by row, so that only the faulty
-        row fails.
-        """
+        """Prefill a group, or go row by row if its rows can't share a batch or one of them fails."""
         try:
             request = self.together([row.request for row in group])
             if request is None:
@@ -260,9 +258,7 @@ class Stream:
 
 
 def fill_places(stay: list[bool]) -> list[int] | None:
-    """Return the rows of a batch that stay. The last ones take the places of those that leave, so that few are moved.
-    None if all stay.
-    """
+    """Return the rows that stay, the last ones in the places of rows that leave. None if all stay."""
     if all(stay):
         return None
     left = sum(stay)
