@@ -1,4 +1,4 @@
-"""Any-order images: laws against one pass of the network, orders, drafts from the network itself, given codes."""
+"""Any-order images: laws against one pass of the network, orders, drafts from the network itself."""
 
 from __future__ import annotations
 

@@ -168,17 +168,14 @@ def prepare(processor, chats: Sequence[list[Message]], media: Sequence[list[Any]
 def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -> list[dict]:
     """Train a drafter and save the one with the best validation.
 
-    Under torchrun every process runs this, with `parallel` "ddp" or "fsdp", and trains on its own answers. A run can be
-    resumed with another number of processes if it divides the number of training batches per update: `accumulate`, or
-    the original number of processes.
+    Under torchrun every process runs this, and trains on its own answers. A run can be resumed with another number of
+    processes if it divides the number of training batches per update: `accumulate`, or the original number of processes.
 
     Args:
         target: Folder or hub id of the target.
         data: As in `TrainingData`.
         out: Folder of the drafter.
         options: Fields of `DrafterTraining` and `TrainingOptions`. Defaults come from the preset.
-
-    Under torchrun every process runs this, and trains on its own answers.
 
     Returns:
         The validations.
