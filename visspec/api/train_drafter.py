@@ -169,7 +169,7 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     """Train a drafter and save the one with the best validation.
 
     Under torchrun every process runs this, and trains on its own answers. A run can be resumed with another number of
-    processes if it divides the number of training batches per update: `accumulate`, or the original number of processes.
+    processes if it divides the training batches of an update: `accumulate`, or the original number of processes.
 
     Args:
         target: Folder or hub id of the target.
