@@ -210,7 +210,7 @@ def test_the_exit_code_is_that_of_all_records(folder, tmp_path, capsys):
     assert run(good)[0] == 0
     for made in (0, 0):
         code, said = run(good, good)  # named, but no failure of the record that is made
-        assert code == 1 and f"{made} records, 0 of them failed, 1 were there, 1 ids came twice" in said
+        assert code == 1 and f"{made} records, 0 of them failed, 1 were there, 1 repeated ids" in said
     for made in (1, 0):
         code, said = run(good, bad)
         assert code == 1 and f"{made} records, {made} of them failed" in said

@@ -68,7 +68,7 @@ def test_the_shell_exports_what_was_trained(data, capsys):
     (None, "eagle3", "form: got a drafter with fusion sum for 'eagle3', expected split"),
     (None, "eagle", "form: got a drafter with positions target for 'eagle', expected index"),
     ("deer", "dflash", "form: DiffusionDrafter has no form 'dflash'. Other engines can't read"),
-    ("dflash", "dspark", "form: got a drafter with no head that walks"),
+    ("dflash", "dspark", "form: got a drafter with no sequential head"),
 ])  # fmt: skip
 def test_export_without_a_form_is_refused(preset, form, said, data):
     out = train(data, "own", preset=preset)

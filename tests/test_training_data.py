@@ -123,7 +123,7 @@ REFUSED = {
     "got more marks of images than the 0": {"prompt": "<image> w1"},
     "got 1 images without a mark": LLAVA | {"image": ["a.png", "b.png"]},
     "image: got int, expected a path": {"image": 3},
-    "image: got 'https://x.org/a.png', expected a file: nothing is fetched": {"image": "https://x.org/a.png"},
+    "image: got 'https://x.org/a.png', expected a file. Nothing is downloaded": {"image": "https://x.org/a.png"},
     "image: got base64 that can't be read": {"image": RED + "é"},
 }  # fmt: skip
 

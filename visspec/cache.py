@@ -117,9 +117,7 @@ class SlotCache:
         return self._extent
 
     def open_at(self, slots: Tensor, extent: int) -> None:
-        """Start a pass that overwrites these slots (B, N) and attends to `extent` slots. Row lengths do not change, so
-        don't call `commit` after it.
-        """
+        """Start a pass that overwrites these slots (B, N) and attends to `extent` slots. It must not be committed."""
         self.nodes, self._slots, self._extent = slots.shape[1], slots, extent
         self._reserve()
 
@@ -162,7 +160,6 @@ class SlotCache:
         return keys[:, :, : self._extent], values[:, :, : self._extent]
 
     def _reserve(self) -> None:
-        """Make room for this pass in all layers, which have the same size."""
         if self.keys and self.keys[0].shape[2] < self._extent:
             for store in (self.keys, self.values):
                 for layer, old in enumerate(store):
@@ -192,16 +189,13 @@ class SlotCache:
         self.lengths = [n + len(path) for n, path in zip(self.lengths, paths)]
 
     def _alike(self) -> list[list[Tensor]]:
-        """Return keys and values of all layers, grouped by device and shape."""
         groups: dict[tuple, list[Tensor]] = {}
         for store in (*self.keys, *self.values):
             groups.setdefault((store.device, store.shape, store.dtype), []).append(store)
         return list(groups.values())
 
     def select(self, keep: list[int]) -> None:
-        """Keep only these rows, in this order; keep[b] >= b. Rows that change their place are moved in the stores, and
-        the room behind the last row is kept.
-        """
+        """Keep only these rows, in this order; keep[b] >= b. The room behind the last row is kept."""
         longest = self.length
         for stores in (self.keys, self.values):
             stores[:] = [move_rows(store, keep, store[:, :, :longest]) for store in stores]
@@ -250,9 +244,7 @@ class SlotCache:
 
 
 def move_rows(store: Tensor, keep: list[int], used: Tensor) -> Tensor:
-    """Move the rows `keep` of a store to its front, in place; keep[b] >= b, so no row is overwritten before it has
-    moved. `used` is the view of the store that holds data.
-    """
+    """Move the rows `keep` of a store to its front, in place; keep[b] >= b. `used` is the view that holds data."""
     for b, row in enumerate(keep):
         if row != b:
             used[b] = used[row]

@@ -14,9 +14,7 @@ SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 
 
 class Preset(NamedTuple):
-    """A published method as arguments of `accelerate` or `ImagePipeline`. A trained drafter is given by its kind; the
-    included drafter of that kind for the model is used.
-    """
+    """A published method as arguments of `accelerate` or `ImagePipeline`; a trained drafter is given by its kind."""
 
     drafter: str
     acceptance: str

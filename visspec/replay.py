@@ -78,7 +78,6 @@ class _Waits(TorchDispatchMode):
 
 
 def _by_mask(name: str, args: Sequence[Any]) -> bool:
-    """Return whether an operator selects by a boolean mask, so that the host must know the number of true entries."""
     if name == "where":
         return len(args) == 1
     return name in ("index", "index_put", "index_put_") and any(
@@ -124,9 +123,7 @@ class Recordings:
 
 
 def stream(device: torch.device | None = None) -> int:
-    """Return the current CUDA stream of a device, 0 before CUDA is initialised. Work on different streams is not
-    ordered, so each stream has its own recordings.
-    """
+    """Return the current CUDA stream of a device, 0 before CUDA is initialised. Each stream has its own recordings."""
     if (device is not None and device.type != "cuda") or not torch.cuda.is_initialized():
         return 0
     return torch.cuda.current_stream(device).cuda_stream

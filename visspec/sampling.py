@@ -55,7 +55,6 @@ class BufferedNoise:
         return torch.stack([a[first:positions] for a in self.ahead])
 
     def _reach(self, positions: int) -> None:
-        """Draw the numbers that are missing up to this many positions ahead."""
         for b, generator in enumerate(self.generators):
             lacking = positions - len(self.ahead[b])
             if lacking > 0:
@@ -334,7 +333,6 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
 
 
 def _together(processors: Sequence[Callable], length: int, tree: Tree) -> bool:
-    """Return whether processors can be called once for all nodes below a prefix of this length."""
     return length > 0 and all(
         isinstance(p, NodeProcessor) and p.alike(length, length + tree.levels) for p in processors
     )
@@ -354,7 +352,6 @@ def _process_logits(logits_V: Tensor, ids: Tensor, own: Request, index: int) -> 
 def _reachable_nodes(
     logits_BNV: Tensor, draft: Draft, sampling: Sampling, level: list[tuple[int, int]], paths: list[list[list[int]]]
 ) -> list[tuple[int, int]]:
-    """Return the real nodes (row, index) below those of a level whose token has a positive probability."""
     place = {node: m for m, node in enumerate(level)}
     parents = [
         ((b, n), place.get((b, path[-2]))) for b, row in enumerate(paths) for n, path in enumerate(row) if path[1:]

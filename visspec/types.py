@@ -196,9 +196,7 @@ class ConfiguredModel(Protocol):
 
 
 class RowProcessor:
-    """Base class of logits processors that are called for one row at a time, with any prefix. Other processors are
-    called with the batch shape of the request's prompts.
-    """
+    """Base class of logits processors that are called for one row at a time, with any prefix."""
 
     def __call__(self, ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
         return torch.stack([self.row(b, *given) for b, given in enumerate(zip(ids_BL, scores_BV))])
@@ -208,8 +206,8 @@ class RowProcessor:
         raise NotImplementedError
 
     def forced(self, index: int, ids: list[int]) -> int | None:
-        """Return the only token that can follow the ids, or None if there is a choice or it is unknown. If all possible
-        tokens begin the same text, this is the longest of them.
+        """Return the only token that can follow the ids, or of a forced text its longest first token; None if
+        unknown.
         """
         return None
 
@@ -235,9 +233,7 @@ NoiseT = TypeVar("NoiseT", default=Any)  # random numbers of a request: a `sampl
 
 
 class Structure(NamedTuple):
-    """Structure of a draft: maximum nodes per level that have children (1 for a chain), and of the tree without
-    root.
-    """
+    """Structure of a draft: maximum nodes per level that have children (1: a chain), and without root in total."""
 
     width: int = 0  # 0: chosen by the drafter
     nodes: int = 0
@@ -556,9 +552,7 @@ class Drafter:
         raise ValueError(f"form: {kind} has no form {form!r}. Other engines can't read this drafter.")
 
     def attach(self, target: Any) -> None:
-        """Connect to the model, or its image family. Called when a setup is built, and after device or dtype
-        changed.
-        """
+        """Connect to the model or image family. Called when a setup is built, and after device or dtype changed."""
 
     def start(self, state: State, scores: Scores) -> None:
         """Process the scores of the prefill. Called once per request."""

@@ -1,4 +1,4 @@
-"""Clocks of calls, alone: in turns, and until the host has issued them."""
+"""Clocks for calls (alone, in turns, and until the host has issued them)."""
 
 import statistics
 import time
@@ -11,12 +11,12 @@ Name = TypeVar("Name")
 
 
 def waiter(device: torch.device) -> Callable[[], None]:
-    """Waits for the device; nothing on a CPU."""
+    """Return a function that waits for the device; it does nothing on a CPU."""
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
 
 
 def seconds_of(call: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> tuple[float, Any]:
-    """Seconds of a call on an idle device until all of it is done, and what it returned; without `wait` on a CPU."""
+    """Return the seconds of a call on an idle device until its work is done, and its result."""
     wait()
     began = time.perf_counter()
     found = call()
@@ -27,7 +27,7 @@ def seconds_of(call: Callable[[], Any], wait: Callable[[], None] = lambda: None)
 def median_seconds(
     calls: Mapping[Name, Callable[[], Any]], repeats: int, wait: Callable[[], None]
 ) -> dict[Name, float]:
-    """Median seconds of each call, in turns, after two of each that are not counted."""
+    """Return the median seconds of each call, in turns, after two uncounted calls of each."""
     times: dict[Name, list[float]] = {name: [] for name in calls}
     for _ in range(repeats + 2):
         for name, call in calls.items():
@@ -36,7 +36,7 @@ def median_seconds(
 
 
 def issue_times(call: Callable[[int], Any], wait: Callable[[], None], repeats: int = 9) -> list[float]:
-    """Seconds until each of the calls, with their number, returns, whether the device has done it or not."""
+    """Return the seconds until each numbered call returns, whether or not the device has finished."""
     seconds = []
     for number in range(repeats):
         wait()

@@ -64,9 +64,7 @@ class Local(Acceptance[Gumbel]):
         return Gumbel(generators, width)
 
     def within_tolerance(self, p_BNV: Tensor, x_BN: Tensor) -> Tensor:
-        """Return whether codes x are accepted under the distributions of their positions, (B, N); false for grammar
-        ids.
-        """
+        """Return whether codes x are accepted under the distributions at their positions, (B, N) bool."""
         assert self.near_Vk is not None  # of `bind`
         pooled_BN = p_BNV.gather(2, self.near_Vk[x_BN]).sum(-1)
         return (pooled_BN >= self.tau) & (x_BN < self.codes)

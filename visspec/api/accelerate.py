@@ -250,7 +250,6 @@ class Accelerated:
         return self.setup.length_policy
 
     def _fits(self) -> tuple:
-        """Return the key of a setup: dtype, device and attention of the model and of a small model used as drafter."""
         models = (m for m in (self.model, self._options.drafter) if isinstance(m, nn.Module))
         return tuple((m.dtype, m.device, implementation(getattr(m, "config", None))) for m in models)
 
@@ -417,9 +416,7 @@ class _Run:
 
 
 class Speculative:
-    """The `custom_generate` hook of `speculative`. transformers drops `streamer` and `tokenizer` for hooks. Pass
-    `tok_streamer`, `generator` or `seed` to `generate` instead.
-    """
+    """The hook of `speculative`. Pass `tok_streamer`, since transformers drops `streamer` for hooks."""
 
     def __init__(self, drafter, options: dict[str, Any]):
         self.drafter, self.options = drafter, options

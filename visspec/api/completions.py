@@ -148,9 +148,7 @@ class ChatBody(Body):
         return found
 
     def images(self, max_pixels: int) -> list[Image]:
-        """Decode the images. Raises RequestError before decoding if they have more than `max_pixels` pixels in
-        total.
-        """
+        """Decode the images. Raises RequestError if they have more than `max_pixels` pixels in total."""
         parts = [part for message in self.messages for part in message.content]
         try:
             files = [image_bytes(part.image_url.url) for part in parts if isinstance(part, ImagePart)]

@@ -100,7 +100,6 @@ def conversation_of(entry: object, folder: Path, ignore: Collection[str] = (), p
 
 
 def _one_of(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """Return which of several names a record uses."""
     given = [name for name in names if name in fields]
     if len(given) > 1:
         raise ValueError(f"got {given[0]} and {given[1]}, expected one of the two")
@@ -108,14 +107,12 @@ def _one_of(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
 
 
 def _listed(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
-    """Return the pictures or videos of a record, by any of these names."""
     name = _one_of(fields, names)
     value = [] if name is None else fields[name]
     return value if isinstance(value, list) else [value]
 
 
 def _turns(fields: Mapping[str, Any], name: str) -> list[tuple[str, Json]]:
-    """Return (role, content) of all turns."""
     if name in ("prompt", "turns"):
         prompt = fields[name]
         if name == "turns":
@@ -194,7 +191,6 @@ def _parts(role: str, content: Json) -> Iterator[tuple[str, Any]]:
 
 
 def _media(value: object, folder: Path, kind: str) -> Media:
-    """Return a picture or video as a path, the bytes of a file, or their location."""
     if isinstance(value, Mapping):  # data sets store images as bytes, or else a path
         value = value.get("bytes") or value.get("path")
     if isinstance(value, ArchiveMember) or (isinstance(value, bytes) and value and kind == "image"):

@@ -117,7 +117,6 @@ def convert_drafter(folder: Path, out: Path) -> None:
 def _load(
     layout: str, weights: Path, vq: str | Path | None, text: str | None, spare: Path, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Load (model, processor) from published files."""
     entry = registry.find("layout", layout)
     if vq is None:
         raise ValueError(f"vq: got none, expected the published codec of {layout} ({entry.what})")
@@ -153,9 +152,7 @@ def _encoder(text: str | None, width: int, layout: str) -> T5Features:
 
 
 def safetensors_of(path: Path, spare: Path) -> Path:
-    """Return the path, or for pickles a conversion of them in the new folder `spare`, with the JSON files next to them.
-    Raises ValueError if the path does not exist.
-    """
+    """Return the path, or for pickles a conversion in the new folder `spare`. Raises ValueError if it is missing."""
     if not path.exists():
         raise ValueError(f"convert: {path} does not exist, expected a published file or folder.")
     files = [path] if path.is_file() else [*path.iterdir()]

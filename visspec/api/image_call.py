@@ -185,9 +185,7 @@ def pass_numbers(origin: list[str]) -> list[int]:
 def negatives_of(
     given: str | Sequence[str] | None, texts: list[str], guidance: float, family: Family
 ) -> list[str] | None:
-    """Return a negative prompt for each text; None for the model's own. Raises ValueError if it would have no
-    effect.
-    """
+    """Return a negative prompt for each text; None for the model's own. Raises ValueError if it has no effect."""
     if given is None:
         return None
     found = [given] * len(texts) if isinstance(given, str) else list(given)

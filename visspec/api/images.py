@@ -170,9 +170,7 @@ class ImagePipeline:
 
     @property
     def interrupt(self) -> bool:
-        """Set this in a callback to end its call early with the finished images. Set in another thread, it ends all
-        running calls. It is reset when a call begins.
-        """
+        """Set this in a callback to end its call with the finished images, or elsewhere to end all running calls."""
         return any(job.interrupt for job in self._interruptible())
 
     @interrupt.setter
@@ -183,7 +181,6 @@ class ImagePipeline:
     _interrupt = interrupt  # name that diffusers callbacks use
 
     def _interruptible(self) -> list[ImageJob]:
-        """Return the latest call of the current thread, or all running calls if the thread runs none."""
         jobs = list(self._jobs)
         return [job for job in jobs if job.thread == threading.get_ident()][-1:] or jobs
 
@@ -213,7 +210,6 @@ class ImagePipeline:
                     part.to(*args, **kwargs)
 
     def _renew(self) -> None:
-        """Rebuild what depends on the weights: the family now, setups on demand."""
         with torch.inference_mode(False), torch.no_grad():
             self.family: Family = family_of(self.model, self.processor, **self.parts)
         self._made_of = (self.model.device, self.model.dtype)
@@ -222,7 +218,6 @@ class ImagePipeline:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Keep weights, and everything built from them, on the right device and dtype during calls."""
         with self._lock:
             if self._home is not None and not self._inside:
                 self._move(self._home)
@@ -318,7 +313,6 @@ class ImagePipeline:
         return tqdm(total=total, unit="tok", **({"leave": False} | self._progress))
 
     def _job(self, request: ImageRequest) -> ImageJob:
-        """Check what depends on the model, before any pass, and encode prompts."""
         family, texts = self.family, request.texts
         sampling = self.sampling(request.guidance_scale, request.temperature, request.top_k, request.top_p)
         layout = family.layout(request.height, request.width)
@@ -396,7 +390,6 @@ class ImagePipeline:
         return setup
 
     def _drafter(self, spec) -> tuple[Any, str]:
-        """Return a drafter, created by name or as it is, and its name."""
         if isinstance(spec, nn.Module):
             raise ValueError(
                 f"drafter: got a {type(spec).__name__}, expected a drafter or its name; a smaller image model drafts as"
@@ -445,7 +438,6 @@ class ImagePipeline:
         return self._output(job, batch, state), stop
 
     def _output(self, job: ImageJob, batch: ImageBatch, state: State) -> ImageOutput:
-        """Return the finished rows, also of an interrupted batch."""
         # a KeyboardInterrupt may occur between appending tokens and origins
         rows, whole = zip(state.tokens, state.trace.origin), state.request.max_new_tokens
         done = [b for b, row in enumerate(rows) if all(len(part) == whole for part in row)]

@@ -97,9 +97,7 @@ def load_image_model(
 
 
 def _configuration(where: str) -> dict[str, Any]:
-    """Return the config.json of a folder, a hub id or an included model, empty if there is none. Raises ValueError with
-    advice for a model in a form that can't be read.
-    """
+    """Return the config.json of a model, if any. Raises ValueError with advice for a form that can't be read."""
     folder, local = located(where)
     files = [Path(where)] if Path(where).is_file() else list(Path(where).glob("*"))
     if not any(file.name == "config.json" for file in files) and any(f.suffix in checkpoint.PICKLED for f in files):
@@ -162,13 +160,11 @@ def load_saved(where: str, *, device: str = "auto", dtype: str | torch.dtype = "
 
 
 def _auto_class(config: Any) -> Any:
-    """Return the transformers class for a configuration: of a model that sees pictures, else of a text model."""
     remote = getattr(config, "auto_map", None) or {}
     return next((kind for kind in KINDS if type(config) in kind._model_mapping or kind.__name__ in remote), KINDS[0])
 
 
 def _kind(spec: str, trust_remote_code: bool) -> Any:
-    """Return `_auto_class` of a folder or hub id."""
     where, local = located(spec)
     try:
         if local:
@@ -195,7 +191,6 @@ def torch_dtype(dtype: str | torch.dtype, usual: torch.dtype) -> torch.dtype:
 
 
 def _load_own(model: Any, folder: Path, device: str) -> tuple[Any, Any]:
-    """Load (model, processor) of a folder with a network that transformers lacks."""
     model, processor = model.to(device).eval(), None
     if not model.class_conditional:
         with quiet():  # suppresses the warning about the unknown model type
@@ -205,7 +200,6 @@ def _load_own(model: Any, folder: Path, device: str) -> tuple[Any, Any]:
 
 
 def _own_processor(model: Any, folder: Path) -> Any:
-    """Load text encoder features, processor or tokenizer of a folder with a network that transformers lacks."""
     if model.text_features:
         encoder = folder / text_features.FOLDER
         if not encoder.is_dir():
@@ -252,7 +246,6 @@ def resolve_device(device: str) -> str:
 
 
 def _check_spread(device: str) -> None:
-    """Raise ValueError if a model can't be loaded over several devices as requested."""
     if device == "tp" and int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise ValueError("device: got 'tp' in one process, expected several (torchrun --nproc-per-node 2 ...)")
     need("accelerate", f"device {device}", "train")

@@ -223,14 +223,12 @@ class RequestBuilder:
         return target.joins[kind]
 
     def _batch(self, group: Sequence[Request]) -> Request:
-        """Return one request with a row for each."""
         inputs = self._inputs(group)
         found = requests.of_generate(self.model, inputs, max_new_tokens=_limit(group), do_sample=False)
         found.media = media_of(inputs)
         return found
 
     def _inputs(self, group: Sequence[Request]) -> dict[str, Any]:
-        """Return ids and masks of all rows, left-padded, and concatenated pixels."""
         longest = max(request.prompt.shape[1] for request in group)
         inputs: dict[str, Any] = {}
         for name, value in group[0].inputs.items():
@@ -245,9 +243,7 @@ class RequestBuilder:
         return inputs
 
     def _key(self, request: Request) -> PromptKey | None:
-        """Return the key by which equal prompts are recognised. None for a prompt with padding, with media but no ids
-        for them, or with arguments whose contents are unknown.
-        """
+        """Return the key by which equal prompts are recognised; None if a prompt can't be compared."""
         length, digest, ids, media = request.prompt.shape[1], hashlib.sha256(), [], False
         for name, value in sorted(request.inputs.items()):
             if isinstance(value, Tensor) and of_ids(value, length):
@@ -268,14 +264,12 @@ class RequestBuilder:
 
 
 def _cut(request: Request, length: int) -> Request:
-    """Return a request for the first ids of a prompt, with all of its media."""
     whole = request.prompt.shape[1]
     parts = {k: v[:, :length] if isinstance(v, Tensor) and of_ids(v, whole) else v for k, v in request.inputs.items()}
     return replace(request, prompt=request.prompt[:, :length], inputs=parts)
 
 
 def _media(request: Request) -> dict[str, Tensor]:
-    """Return the tensors of a request that don't have one number per id."""
     length = request.prompt.shape[1]
     return {k: v for k, v in request.inputs.items() if isinstance(v, Tensor) and not of_ids(v, length)}
 

@@ -140,9 +140,7 @@ def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any])
 
 
 def sampling_of(processors: Sequence[Callable], do_sample: bool, prompt: Tensor) -> Sampling:
-    """Convert processors to a `Sampling`. A final temperature, top-k and top-p, in that order, become numbers; the
-    others are called at every node.
-    """
+    """Convert processors to a `Sampling`: final temperature, top-k and top-p become numbers, the others are called."""
     rest = list(processors)
     numbers: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
     for kind, name in (

@@ -143,7 +143,6 @@ def _parts(folder: Path, entry: Json, given: Mapping[str, Any]) -> dict[str, Any
 
 
 def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object, staged: Path) -> Json:
-    """Return the entry of a drafter. Its weights are written to `staged`, unless they are included."""
     from transformers import PreTrainedModel
 
     if drafter is None:
@@ -198,7 +197,6 @@ def _entry(what: str, thing: Component) -> str | None:
 
 
 def _options(drafter: Drafter) -> dict[str, Any]:
-    """Return the numbers and names that a drafter's constructor options have set."""
     kept = {name: value for name, value in vars(drafter).items() if type(value) in PLAIN and type(value) is not bool}
     return kept | {"paths": vars(drafter).get("paths"), "traits": drafter.traits}
 

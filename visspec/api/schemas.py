@@ -20,9 +20,7 @@ MOST_CACHED = 1 << 26  # maximum bytes of compiled schemas
 
 
 class JsonGrammars:
-    """Compiles JSON schemas to grammars for one model. `what` names the argument in error messages. Raises ValueError
-    if the tokenizer can't write JSON or a package is missing.
-    """
+    """Compiles JSON schemas for one model. `what` names the argument in errors. Raises ValueError if it can't."""
 
     def __init__(self, tokenizer: Tokenizer, model: ConfiguredModel, what: str):
         xgrammar = need("xgrammar", what, EXTRA)
@@ -34,9 +32,7 @@ class JsonGrammars:
         self.compiler = xgrammar.GrammarCompiler(info, cache_limit_bytes=MOST_CACHED)
 
     def options(self, schema: Json) -> dict[str, Any]:
-        """Return `generate` arguments for answers of a schema, for any number of calls through `accelerate`. Raises
-        ValueError if it is not a schema or can't be compiled.
-        """
+        """Return `generate` arguments for answers of a schema. Raises ValueError if it can't be compiled."""
         from xgrammar.contrib.hf import LogitsProcessor
 
         try:

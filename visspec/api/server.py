@@ -152,7 +152,6 @@ class Service:
         return {"created": int(time.time()), "data": data, "output_format": "png"}
 
     def _draw(self, body: DrawingBody, cancelled: threading.Event) -> list[bytes]:
-        """Draw PNG files. Raises ValueError for requests that the model does not support."""
         assert self.pipe is not None
         width, height = (None, None) if body.size == "auto" else map(int, body.size.split("x"))
         try:

@@ -28,9 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Part(NamedTuple):
-    """A piece of an answer. `choice` has OpenAI's streamed form; `counts` of tokens are set at the end of the
-    choice.
-    """
+    """A piece of an answer. `choice` has OpenAI's streamed form; `counts` of tokens are set at its end."""
 
     choice: dict[str, Any]
     counts: Counter[str]
@@ -209,7 +207,6 @@ class TextWorker:
                 self.running.clear()
 
     def _entries(self) -> Iterator[dict[str, Any] | None]:
-        """Yield the entries of the stream, and wait while no row is running."""
         while True:
             try:
                 row = self.queue.get(block=not self.running)

@@ -97,7 +97,6 @@ def reader(source: str) -> tuple[Reader, int | None]:
 
 
 def _rows(path: Path) -> int | None:
-    """Return the number of records of a table; None for a shard, and for a table that can't be read."""
     try:
         if path.suffix.lower() == ".parquet":
             return importlib.import_module("pyarrow.parquet").read_metadata(path).num_rows
@@ -107,7 +106,6 @@ def _rows(path: Path) -> int | None:
 
 
 def _to_the_end(source: str, found: Iterator[Record]) -> Iterator[Record]:
-    """Yield the records of a source, and one with an error if the rest can't be read."""
     count = 0
     try:
         for record in found:
@@ -177,7 +175,6 @@ def of_entry(entry: object, fallback: str, folder: Path) -> Record:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the lines that are not blank, each with the id of its record."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -251,7 +248,6 @@ def _opened(shard: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None
 
 
 def _of_member(path: Path, name: str, found: Mapping[str, Any]) -> Record:
-    """Build a record from the contents of adjacent files (image, json, prompt) or an error."""
     id = f"{path}/{name}"
     if "error" in found:
         return Record(id, error=f"{id}: got {found['error']}")
@@ -290,9 +286,7 @@ def of_dataset(source: str) -> Iterator[Record]:
 
 
 def prompts(path: Path) -> Iterator[Record]:
-    """Read prompts from JSON lines of {prompt, id}, or from the lines of any other file. Raises ValueError as
-    `records`.
-    """
+    """Read prompts from JSON lines of {prompt, id} or from lines of text. Raises ValueError as `records`."""
     if not path.is_file():
         raise ValueError(f"{path}: got no such file")
     return (_of_prompt(name, line, path.suffix.lower() == ".jsonl") for name, line in _lines(path))

@@ -260,9 +260,7 @@ def device_of(asked: DrafterTraining) -> tuple[str, SingleProcess]:
 
 
 def split(options: Mapping[str, Any], strange: Collection[str] = ()) -> tuple[DrafterTraining, dict[str, Any]]:
-    """Split the options of a run from those of the training itself. Raises ValueError for others, and for those of
-    `strange`, which this kind of drafter does not have.
-    """
+    """Split the options of a run from those of the training. Raises ValueError for unknown or unsupported ones."""
     own, plan = ({f.name for f in fields(kind)} for kind in (DrafterTraining, TrainingOptions))
     if unknown := sorted({*options} - ((own | plan) - {*strange})):
         raise ValueError(f"{unknown[0]}: This run has no such option. --data trains for text, --prompts for images.")
@@ -293,9 +291,7 @@ def lessons_of(out: str | Path, resumed: bool, options: TrainingOptions, several
 
 
 def keep_answers(trainer: Trainer, folder: str | Path, settings: dict[str, Any], requests: int) -> None:
-    """Give a run a store for `requests` requests, and print its size. Raises ValueError if the disk has too little
-    space or the folder can't be used.
-    """
+    """Give a run a store for `requests` requests, and print its size. Raises ValueError if it does not fit."""
     if Path(folder).resolve() == trainer.folder.resolve():
         raise ValueError(f"store: {folder} is the folder of the drafter. Choose another one")
     target, prompts, device = trainer.target, trainer.prompts, next(trainer.head.parameters()).device
@@ -345,9 +341,7 @@ def fresh_or_resumed(
 
 
 def train(trainer: Trainer, resume: bool) -> list[dict]:
-    """Run a trainer and show its progress, with a JSON line every hundred steps. The drafter is saved in its folder,
-    its curves in `run/curves.html` there.
-    """
+    """Run a trainer and show its progress. Saves the drafter, and its curves in `run/curves.html`."""
     first, run = trainer.workers.rank == 0, trainer.folder / RUN
     if resume:
         trainer.resume()

@@ -10,9 +10,7 @@ from torch import Tensor
 
 
 class Distribution:
-    """Base class of distributions. `width` is the maximum number of random numbers for one sample, `drafts` the type of
-    the distributions of drafts.
-    """
+    """Base class. `width`: maximum random numbers per sample; `drafts`: type of the drafts' distributions."""
 
     drafts: type[Distribution]
 
@@ -35,8 +33,8 @@ class Distribution:
         raise NotImplementedError
 
     def sanitize(self, value: Tensor, limits: Tensor) -> tuple[Distribution, Tensor]:
-        """Return the sanitised distribution of drafts, and the nodes at which it is valid, (B, N) bool. Raises
-        ValueError for a wrong shape or dtype.
+        """Return the sanitised distribution, and where it is valid, (B, N) bool. Raises ValueError for a wrong shape or
+        dtype.
         """
         raise NotImplementedError
 

@@ -149,9 +149,7 @@ def read_file(
 
 
 def unwrap_names(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
-    """Remove the name prefixes of torch.compile (`_orig_mod.`), data parallelism (`module.`) and weight averaging
-    (`ema.`). Raises ValueError if there are two sets of weights.
-    """
+    """Remove name prefixes of torch.compile, data parallelism and averaging. Raises ValueError for two weight sets."""
     plain, averaged = weight_sets(tensors, where)
     if plain and averaged:
         raise ValueError(f"checkpoint: {where} has averaged weights ({next(iter(averaged))!r}) beside others")
@@ -172,7 +170,6 @@ def weight_sets(tensors: Mapping[str, Value], where: str | Path) -> tuple[dict[s
 
 
 def _strip_prefixes(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
-    """Remove `_orig_mod.` everywhere, and `module.` if all names begin with it."""
     found: dict[str, Value] = {}
     for name, tensor in tensors.items():
         short = re.sub(r"(^|\.)_orig_mod\.", r"\1", name)
@@ -185,9 +182,7 @@ def _strip_prefixes(tensors: Mapping[str, Value], where: str | Path) -> dict[str
 
 
 def check_values(name: str, value: Tensor, wanted: Tensor, where: str | Path) -> None:
-    """Raise ValueError if values don't fit a tensor of the module: integers for floats or the reverse, NaN, infinity,
-    or values out of the range of its dtype.
-    """
+    """Raise ValueError if values don't fit a tensor of the module: wrong kind, not finite, or out of range."""
     if value.is_floating_point() != wanted.is_floating_point():
         found, expected = (str(t.dtype).removeprefix("torch.") for t in (value, wanted))
         raise ValueError(f"checkpoint: tensor {name!r} of {where} has the dtype {found}, expected {expected}")
@@ -205,9 +200,7 @@ def check_values(name: str, value: Tensor, wanted: Tensor, where: str | Path) ->
 def check_shapes(
     module: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str | Path, named: Callable[[str], str] = str
 ) -> None:
-    """Raise ValueError unless names and shapes equal those of the module, which may be on `meta`. `named` maps the
-    module's names to those of the file, for messages.
-    """
+    """Raise ValueError unless names and shapes equal those of the module. `named` returns names for messages."""
     wanted = module.state_dict()
     missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     if missing or extra:

@@ -21,9 +21,7 @@ TRIAL = 4096  # number of bytes written to test for a full disk
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Context manager that adds this file to system errors without a file name, such as those of a full disk, and turns
-    decoding errors into ValueError.
-    """
+    """Context manager that adds this file to system errors without a name, and wraps decoding errors."""
     try:
         yield
     except UnicodeDecodeError:
@@ -85,9 +83,7 @@ def lock(file: BinaryIO, path: Path) -> None:
 
 
 def same_settings(home: Path, path: Path, about: dict[str, Any]) -> None:
-    """Write a run's settings to `home`, or compare them with those of the run that began the records in `path`. Raises
-    ValueError if they differ in more than provenance.
-    """
+    """Write a run's settings to `home`, or raise ValueError if an earlier run there had other settings."""
     if not home.exists():
         write_json(home, about)
         return
@@ -143,7 +139,6 @@ class Journal:
         return self
 
     def _read(self) -> int:
-        """Collect the ids of all complete lines. Returns where they end."""
         self._file.seek(0)
         end = 0
         for number, line in enumerate(self._file, 1):
@@ -162,7 +157,6 @@ class Journal:
             self.failed.add(record["id"])
 
     def _take_failed_out(self) -> None:
-        """Rewrite the file without the failed records. The new file is locked before it replaces the old one."""
         with replacing(self.path) as draft:
             kept = open(draft, "a+b")
             lock(kept, self.path)
@@ -175,7 +169,7 @@ class Journal:
         self.failed.clear()
 
     def add(self, record: dict[str, Any]) -> None:
-        """Append a record. When this returns, the operating system has it, even if the process is killed."""
+        """Append a record. It is then safe even if the process is killed."""
         check_there(self.path)
         with naming(self.path):
             self._file.write((json.dumps(record) + "\n").encode())
@@ -201,9 +195,7 @@ def is_device(path: Path) -> bool:
 
 
 def unwritable(path: Path, folder: bool = False) -> str | None:
-    """Return why a file can't be written, or created in a folder; None if it can. It is tested with a temporary file;
-    existing files are not changed.
-    """
+    """Return why a file can't be written, or created in a folder; None if it can. Existing files are not changed."""
     try:
         if path.exists() and path.is_dir() != folder:
             found, wanted = ("file", "folder") if folder else ("folder", "file")

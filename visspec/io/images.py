@@ -121,10 +121,6 @@ def image_files(folder: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> lis
 
 
 def _visible(folder: Path) -> Iterator[Path]:
-    """Yield the files of a folder that are neither hidden nor in a hidden folder. Raises OSError if one can't be
-    listed.
-    """
-
     def fail(error: OSError) -> None:
         raise error
 

@@ -183,7 +183,6 @@ def parse(prompt: str) -> dict[str, Any]:
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines; empty if there is no file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
 
 

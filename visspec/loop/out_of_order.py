@@ -209,9 +209,7 @@ class OutOfOrderDecoder:
 
 
 def audit(decoder: OutOfOrderDecoder) -> Tensor:
-    """Return the drift (B,): the summed total variation between the distributions used and those given all
-    predecessors.
-    """
+    """Return the drift (B,): the total variation from the distributions given all predecessors, summed over places."""
     state = decoder.state
     device, last = decoder.tokens_BT.device, decoder.total - 1
     where_BN = torch.arange(last, device=device).expand(decoder.rows, -1)

@@ -37,9 +37,7 @@ class TokenBuffer:
         return [values[n] for n in path[1:]] + following
 
     def append(self, row: int, new_tokens: list[int]) -> int:
-        """Add a row's new tokens up to its first stop, and return how many were added. Tokens after a stop within an
-        accepted path are dropped, as in plain decoding.
-        """
+        """Add a row's new tokens up to its first stop, as in plain decoding, and return how many were added."""
         request, tokens = self.request.of(row)[0], self.tokens[row]
         before = len(tokens)
         for token in new_tokens:

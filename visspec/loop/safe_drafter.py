@@ -86,9 +86,7 @@ class SafeDrafter(Drafter):
     def _try(
         self, state: State, method: Callable[..., Any], *arguments: object, check: Callable[..., Any] | None = None
     ) -> Any:
-        """Call a method of the drafter and check the result. Returns None if it fails, or has failed in this
-        request.
-        """
+        """Call a method of the drafter and check the result. Returns None once it has failed in this request."""
         if not state.drafting:
             return None
         try:
@@ -118,7 +116,6 @@ class SafeDrafter(Drafter):
         )
 
     def _check_draft(self, draft: Draft, state: State, depth: int) -> Draft:
-        """Return the draft with invalid nodes masked. Raises an exception for wrong types and shapes."""
         if not isinstance(draft, Draft):
             raise TypeError(f"propose: got {type(draft).__name__}, expected a Draft")
         tree, rows, like = draft.tree, len(state.rows), self.limits

@@ -39,9 +39,7 @@ class VisitOrder(Raster):
 
 
 class SpreadOrder(VisitOrder):
-    """Draws each code as far as possible from all earlier ones, by Euclidean distance, starting at the first place.
-    Ties are resolved in raster order.
-    """
+    """Draws each code as far as possible from all earlier ones; ties are resolved in raster order."""
 
     name = "spread"
 

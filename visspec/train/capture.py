@@ -57,9 +57,7 @@ class Recorder(Drafter):
 
 
 def _law(target: Target, request: Request, prefill: Scores) -> Callable[[Tensor], Tensor] | None:
-    """Return the target's function from states to distributions if it reproduces the one after the prompt, up to
-    rounding.
-    """
+    """Return the target's function from states to distributions if it reproduces the one after the prompt."""
     law, states = target.law(request), prefill.aux.get("states")
     if law is None or states is None:
         return None
@@ -82,7 +80,6 @@ def features_of(scores: Scores, ids_BN: Tensor) -> Tensor:
 
 
 def _padded(answers: Sequence[list[int]], device: torch.device) -> Tensor:
-    """Return answers (B, M), right-padded with zeros."""
     longest = max(map(len, answers))
     return torch.tensor([ids + [0] * (longest - len(ids)) for ids in answers], device=device)
 

@@ -46,9 +46,7 @@ FREE = ("save_every", "keep")  # options that a resumed run may change, since th
 
 
 class SingleProcess:
-    """The processes of a run: here one, or several that do the same. `api.train_processes.Workers` are several that
-    train on their own batches and average gradients.
-    """
+    """The process of a run. `api.train_processes.Workers` are several, which average gradients."""
 
     world = 1
     device = torch.device("cpu")  # the device of this process, if there are several
@@ -185,9 +183,7 @@ class Trainer:
         return self.plan.parts(self.accumulate)
 
     def lessons(self, step: int) -> list[TrainingBatch]:
-        """Return this process's training batches of a step. A group is generated at its first step, or the first after
-        a resume.
-        """
+        """Return this process's training batches of a step. A group is generated when it is first needed."""
         plan = self.plan
         index, within = divmod(step, self.parts * plan.reuse)
         if self._group[0] != index:
@@ -199,7 +195,6 @@ class Trainer:
         return [stream[int(orders[-1][place])] for stream in self._group[1]]
 
     def _answers(self, index: int) -> list[list[TrainingBatch]]:
-        """Return the training batches of a group, by stream."""
         plan, found = self.plan, list[list[TrainingBatch]]()
         count = plan.batches(self.accumulate)
         for stream in self.streams:
@@ -245,7 +240,6 @@ class Trainer:
         return torch.cat([torch.stack(found).mean(dim=0), self.left_out[None]])
 
     def _read(self, figures: Tensor) -> dict[str, Any]:
-        """Read the result of `update` from the device and return its record."""
         loss, *agreed, left_out = figures.tolist()
         if left_out:
             where = f"the gradient of step {self.step} is not finite, and of {left_out - 1:.0f} before it"
@@ -258,7 +252,6 @@ class Trainer:
         return {"loss": round(loss, 4), "kind": kind, "agreed": [round(a, 3) for a in agreed]}
 
     def _trained_weights(self) -> list[tuple[str, Tensor]]:
-        """Return the trained weights by their names in the head."""
         named = self.module.named_parameters()
         return [(name.removeprefix("module.").removeprefix("head."), p) for name, p in named]
 

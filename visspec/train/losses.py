@@ -144,9 +144,6 @@ def rollout_loss(
 
 
 def _places(steps: Rollout, count: int) -> Iterator[tuple[Tensor, list[int]]]:
-    """Yield places in the flattened batch (N,) and the steps that predict them, all at once if they predict every
-    place.
-    """
     whole = [k for k, step in enumerate(steps) if step.place is None]
     for members in ([whole] if whole else []) + [[k] for k in range(len(steps)) if k not in whole]:
         states, _, place = steps[members[0]]
@@ -161,9 +158,7 @@ def distance(predicted_Nd: Tensor, feature_Nd: Tensor) -> Tensor:
 
 
 def confidence(expected_N: Tensor, q_logits_NV: Tensor, p_logits_NV: Tensor) -> Tensor:
-    """Return the binary cross-entropy (N,) of predicted acceptance rates with the rates 1 - TV(p, q) (DSpark, arXiv
-    2607.05147). Only `expected` gets a gradient.
-    """
+    """Return the cross-entropy (N,) of predicted acceptance rates with 1 - TV(p, q) (DSpark, arXiv 2607.05147)."""
     rate_N = 1 - tv(q_logits_NV.detach(), p_logits_NV)
     return F.binary_cross_entropy_with_logits(expected_N.float(), rate_N.clamp(0, 1), reduction="none")
 
@@ -200,7 +195,6 @@ class Step(nn.Module):
         return torch.autocast(lesson.ids.device.type, torch.bfloat16, enabled=self.plan.autocast)
 
     def _each(self, lesson: TrainingBatch, kind: str, decays: list[float], part: Chunk) -> tuple[Tensor, Tensor]:
-        """Return losses and agreements of elements (N,), for `rollout_loss`."""
         (drafter,), plan, start, count = self._drafter, self.plan, lesson.prompt_length, lesson.best.shape[1]
         k, at_N, states_Nd, p_NV = part
         before_N, after_N = (lesson.ids[:, start + i :][:, :count].flatten()[at_N] for i in (0, 1))

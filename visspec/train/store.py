@@ -77,9 +77,7 @@ class Store:
         return TrainingBatch(**{**absent, **tensors, **hosts, **known, "law": law})
 
     def check_space(self, requests: int, rows: int) -> str:
-        """Return a sentence on the size of the answers to `requests` requests of `rows` rows, given the first one.
-        Raises ValueError if the disk has too little space.
-        """
+        """Return a sentence on the size of all answers, given the first. Raises ValueError if the disk is too full."""
         size = self.path(0).stat().st_size
         there = sum(1 for _ in self.folder.glob("answers-*.safetensors"))
         free = shutil.disk_usage(self.folder).free
