@@ -75,7 +75,6 @@ MISTAKES = {
     "convert llamagen {}/gone.pt --vq {}/gone.pt --out {}/out": "gone.pt",
     "caption {}/photo.png --model deepseek-ai/Janus-Pro-1B": "deepseek-ai/Janus-Pro-1B is neither a folder",
     "generate x --prompts {}/gone.txt": "gone.txt",
-    "generate x --image {}/photo.png": "both --image and --mask",
     "generate x --retry-failed": "--retry-failed: got it without --ray",
     "generate x --out {}/photo.txt": "--out: ",
     "list drafterz": "expected one such as drafters",

@@ -59,14 +59,9 @@ def more_room(needed: int, had: int) -> int:
 class SlotCache:
     """Preallocated keys and values of all layers of one request. A layer is allocated when it is first written.
 
-    Args:
-        rows: Number of rows.
-        answer: Number of slots expected after the prompt. They are allocated with it, up to `AT_ONCE` or the prompt's
-            length. A full layer grows by half.
-        lean: Allocate only the prompt's slots at first, for rows that will be copied to another cache (`join`).
-
-    `steady` makes all passes alike, as compiled ones need: several rows are always addressed by slot, and a mask is
-    always built, even if rows have the same length.
+    `answer` slots are allocated with the prompt, up to `AT_ONCE` or the prompt's length; a full layer grows by half.
+    `lean` only allocates the prompt's slots, for rows that will be copied (`join`). `steady` makes all passes alike, as
+    compiled ones need: several rows are always addressed by slot, and a mask is always built.
     """
 
     def __init__(self, rows: int, answer: int = 0, lean: bool = False):
@@ -122,11 +117,8 @@ class SlotCache:
         self._reserve()
 
     def fill(self, starts: Sequence[tuple[Sequence[Tensor], int]], more: int) -> None:
-        """Initialise the cache with copies of the first slots of other rows.
-
-        Args:
-            starts: For each row, the keys of all layers, then the values, (H, S, E), and the number of used slots.
-            more: Number of slots to allocate behind them.
+        """Initialise the cache with copies of the first slots of other rows, and `more` slots behind them. Each row has
+        the keys of all layers, then the values, (H, S, E), and the number of used slots.
         """
         self.lengths = [length for _, length in starts]
         made = []
@@ -217,13 +209,8 @@ class SlotCache:
         self.padding = self.mask = None
 
     def join(self, other: SlotCache, take: list[int], skip: list[int]) -> None:
-        """Add rows of another cache of the same model, using spare rows first.
-
-        Args:
-            other: The other cache.
-            take: Indices of its rows.
-            skip: Number of padding slots at the start of each row, which are not copied. Nothing else may be masked
-                (`pack`).
+        """Add rows `take` of another cache of the same model, using spare rows first. The first skip[b] slots of row b
+        are padding and are not copied. Nothing else may be masked (`pack`).
         """
         rows, wanted = len(self.lengths), len(self.lengths) + len(take)
         growth = [other.lengths[b] - skip[b] for b in take]
@@ -257,16 +244,9 @@ def widen_store(store: Tensor, rows: int) -> Tensor:
 
 
 def visibility(tree_ancestor: Tensor, lengths: list[int] | Tensor, padding_BS: Tensor | None, extent: int) -> Tensor:
-    """Return an attention mask (B, W, extent) for W of N draft nodes, true where a node attends to a slot.
-
-    A node attends to the committed slots of its row that are not padding, and in the slots behind them to its ancestors
-    and itself.
-
-    Args:
-        tree_ancestor: (1|B, W, N) bool.
-        lengths: Committed slots of each row, (B,).
-        padding_BS: (B, S) bool, true for real prompt slots; None if all are.
-        extent: Number of slots.
+    """Return an attention mask (B, W, extent) for W of N draft nodes, true where a node attends to a slot: the
+    committed slots of its row (B,) that are not padding, and behind them its ancestors (1|B, W, N) and itself.
+    padding_BS is true for real prompt slots.
     """
     device, (width, size) = tree_ancestor.device, tree_ancestor.shape[-2:]
     length_B = to_device(lengths, device)

@@ -189,11 +189,8 @@ def rule(text: str) -> Any:
 
 
 def order(spec: str | Order | Iterable[int] | None) -> Any:
-    """Create an order from a name with options, or for any-order models from a list of places. Objects are returned
-    unchanged.
-
-    Raises:
-        ValueError: As `named`.
+    """Create an order from a name with options, or for any-order models from a list of places. Other values are
+    returned.
     """
     if spec is None or isinstance(spec, Order):
         return spec
@@ -201,11 +198,8 @@ def order(spec: str | Order | Iterable[int] | None) -> Any:
 
 
 def length(spec: object) -> Callable[[int], Any] | None:
-    """Return a function that makes a draft-length policy for a number of levels, from a name with options or an object
-    to copy.
-
-    Raises:
-        ValueError: As `named`.
+    """Return a function that makes a draft-length policy for a number of levels, from a name with options or an
+    object.
     """
     if spec is None:
         return None
@@ -228,11 +222,8 @@ def presets(needs: str) -> dict[str, Preset]:
 
 
 def preset(name: str | Path, needs: str, model: ConfiguredModel | None = None) -> Preset:
-    """Return a preset by name, or from a file that `visspec tune --out` wrote.
-
-    Raises:
-        ValueError: If the name is unknown, the preset is for other models than `needs`, or the file is not a preset of
-            `model`.
+    """Return a preset by name, or from a file of `visspec tune --out`. Raises ValueError if it is unknown, or for other
+    models than `needs` or `model`.
     """
     if str(name).endswith(".json"):
         return read_preset(name, model)
@@ -252,10 +243,8 @@ def recipe(name: str | None, needs: str = "text") -> Recipe:
 
 
 def included_folder(name: str) -> Path:
-    """Return the folder of an included checkpoint by name; any other name is a path.
-
-    Raises:
-        ValueError: If this installation lacks the included checkpoint.
+    """Return the folder of an included checkpoint by name; any other name is a path. Raises ValueError if it is
+    missing.
     """
     own = "/" not in name and (included.present(name) or (name in included.table().models and not Path(name).exists()))
     return included.check("checkpoint", name) if own else Path(name)

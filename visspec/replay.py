@@ -28,16 +28,11 @@ COPIES = frozenset({"_to_copy", "to", "copy_", "lift_fresh"})
 def cuda_graph(
     call: Call, pool: torch.cuda._POOL_HANDLE | None = None, stash: torch.cuda.Stream | None = None
 ) -> tuple[Any, Callable[[], None]]:
-    """Capture a call as a CUDA graph.
+    """Capture a call as a CUDA graph. Returns its output, which every replay overwrites, and a function that replays
+    it. Raises RuntimeError if the call synchronises.
 
     Graphs may share a memory pool, because only their outputs are needed after a replay and these are copied before the
     next one. All recordings of a pool must be made on the same stream (`stash`) of the current device.
-
-    Returns:
-        The output, which every replay overwrites, and the function that replays the graph.
-
-    Raises:
-        RuntimeError: If the call synchronises.
     """
     stash, now = stash or torch.cuda.Stream(), torch.cuda.current_stream()
     stash.wait_stream(now)

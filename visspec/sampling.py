@@ -84,10 +84,8 @@ class BufferedNoise:
         self.ahead += [other.ahead[i] for i in take]
 
     def draft(self, distribution: Categorical, level: int) -> tuple[Tensor, Categorical | None]:
-        """Draft a value (B,) for each row, `level` positions after the next one.
-
-        Returns:
-            The values and the distribution they were drawn from; None if the rule treats drafts as point masses.
+        """Draft a value (B,) for each row, `level` positions after the next one. Returns it with its distribution, or
+        with None if the rule treats drafts as point masses.
         """
         raise NotImplementedError
 
@@ -270,15 +268,8 @@ def ranks(tree: Tree) -> Tensor:
 
 
 def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Tensor:
-    """Apply guidance (if `uncond` is given), temperature, top-k and top-p (`kernels.guided_warp`).
-
-    Args:
-        logits: (..., V).
-        sampling: The parameters. Greedy sampling only applies guidance.
-        uncond: Logits without the prompt, (..., V).
-
-    Returns:
-        Float32 logits (..., V), -inf where a token was cut. Not differentiable.
+    """Apply guidance (if `uncond` is given), temperature, top-k and top-p: (..., V) -> float32 (..., V), -inf where a
+    token was cut. Greedy sampling only applies guidance. Not differentiable. See `kernels.guided_warp`.
     """
     temperature = sampling.temperature
     if uncond is None and (temperature == 0 or not (0 < sampling.top_k < logits.shape[-1] or sampling.top_p < 1.0)):
@@ -386,18 +377,11 @@ def choose(distribution: Categorical, depth_N: Tensor, noise: BufferedNoise | No
 
 
 def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Categorical | None]:
-    """Draft one token per row in the form that the request's rule expects.
+    """Draft one token per row (B,), `level` positions after the one that follows the pending token. Returns it with its
+    distribution or None, as the request's rule expects.
 
-    Without noise this is the argmax. Otherwise `BufferedNoise.draft` decides: either a point mass, the argmax under the
+    Without noise this is the argmax. Otherwise `BufferedNoise.draft` returns either a point mass, the argmax under the
     noise of the position, or a real sample with its distribution.
-
-    Args:
-        logits_BV: The drafter's logits.
-        state: The state of the request.
-        level: Position after the pending token, from 0.
-
-    Returns:
-        Tokens (B,), and their distribution or None.
     """
     return sample_distribution(Categorical(warp(logits_BV, state.request.sampling)), state, level)
 

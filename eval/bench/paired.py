@@ -1,4 +1,4 @@
-"""Speed of several ways to decode the same prompts: interleaved, paired, with intervals (rules of docs/evaluate.md).
+"""Speed of several ways to decode the same prompts: interleaved, paired, with intervals (rules of docs/results.md).
 
 An *arm* is a callable prompt -> ArmRun. After a warm-up, arms run prompt by prompt in alternating order. Ratios are
 computed prompt by prompt, so that changes in the machine's speed affect all arms equally.
@@ -59,17 +59,9 @@ def turns(names: Sequence[Name], count: int) -> Iterator[tuple[int, list[Name]]]
 def interleave(
     arms: Mapping[str, Arm], prompts: Sequence[Any], warmup: Sequence[Any] = (), title: str | None = None
 ) -> tuple[dict[str, list[ArmRun]], list[str]]:
-    """Run every arm on every prompt.
-
-    Args:
-        arms: The arms by name.
-        prompts: The prompts.
-        warmup: Prompts to run first, without measuring. They must not be among `prompts`, because drafters may remember
-            answers.
-        title: Title of a progress bar; none by default.
-
-    Returns:
-        The runs by arm, and the failures. A prompt that fails in one arm is excluded from all.
+    """Run every arm on every prompt. Returns the runs by arm, and the failures; a prompt that fails in one arm is
+    excluded from all. Prompts in `warmup` run first and are not measured. They must not be in `prompts`, because
+    drafters may remember answers. A `title` shows a progress bar.
     """
     names = list(arms)
     for prompt in warmup:

@@ -160,13 +160,8 @@ class FeatureTable(NamedTuple):
 def read_features(
     folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32, cache: str | Path | None = None
 ) -> FeatureTable:
-    """Compute the features of a folder's images, in natural order of their names.
-
-    Args:
-        folder: The images.
-        extractor: The extractor.
-        batch_size: Number of images per call.
-        cache: Folder of safetensors files keyed by the images' bytes and the extractor's fingerprint.
+    """Compute the features of a folder's images, in natural order of their names. The folder `cache` stores them, keyed
+    by the images' bytes and the extractor's fingerprint.
     """
     if cache is None:
         return _extract(folder, extractor, batch_size)

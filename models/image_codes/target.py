@@ -188,9 +188,12 @@ class Family:
         raise NotImplementedError
 
     def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> EncodedPrompt:
-        """Encode prompts to ids and embeddings, padded on the left; with guidance, the unconditional rows follow.
+        """Encode prompts to ids and embeddings, padded on the left.
 
-        `layout` (default: that of the default size) is used if prompts or positions depend on the size.
+        Args:
+            texts: The prompts.
+            guided: Whether to append the unconditional rows.
+            layout: The image's layout, by default that of the default size, if prompts or positions depend on it.
         """
         raise NotImplementedError
 
@@ -588,7 +591,6 @@ def _twice(state: State) -> int:
 
 
 def _repeat_tree(tree: Tree, times: int) -> Tree:
-    """Repeat a tree for copies of the rows."""
     parent, depth, ancestor = (t.repeat(times, *[1] * (t.dim() - 1)) for t in (tree.parent, tree.depth, tree.ancestor))
     return Tree(parent, depth, ancestor, tree.levels, tree.chain)
 

@@ -73,16 +73,8 @@ class Conversation(NamedTuple):
 
 
 def conversation_of(entry: object, folder: Path, ignore: Collection[str] = (), prompt: str = PROMPT) -> Conversation:
-    """Parse a record.
-
-    Args:
-        entry: The record.
-        folder: Where relative paths start.
-        ignore: Further fields to ignore.
-        prompt: The prompt of records that have none.
-
-    Raises:
-        ValueError: If it is not a record, or a field is neither empty nor used.
+    """Parse a record. Relative paths start at `folder`, and fields in `ignore` are ignored. `prompt` is used if it has
+    none. Raises ValueError if it is not a record, or another field is neither empty nor used.
     """
     if not isinstance(entry, Mapping):
         raise ValueError(f"got {type(entry).__name__}, expected an object with image (and prompt)")

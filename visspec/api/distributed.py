@@ -121,17 +121,9 @@ def run(
     repeated: Callable[[str], None] = print,
     **pool: Any,
 ) -> Iterator[Any]:
-    """Yield the results of all records that are not done, as they finish.
-
-    Args:
-        read: Yields the records; called in a task.
-        make: Called in every actor; returns the function that makes results of records.
-        done: Ids of finished records.
-        repeated: Called with each repeated id.
-        pool: Further fields of `Job`.
-
-    Raises:
-        ValueError: With the message of an actor's exception.
+    """Yield the results of all records that are not done, as they finish. `read` yields the records, in a task. `make`
+    is called in every actor and returns the function that makes results. `repeated` is called with each repeated id.
+    `pool` are further fields of `Job`. Raises ValueError with the message of an actor's exception.
     """
     need("pyarrow", "--ray", EXTRA)
     ray, job = need("ray", "--ray", EXTRA), Job(read, make, done, str(Path.cwd()), **pool)

@@ -56,14 +56,8 @@ def finish(
 ) -> None:
     """Write the drafter's card, README.md, next to its weights. Runs in the first process.
 
-    Args:
-        trainer: The finished trainer.
-        history: Its validations.
-        model: The target.
-        held: Number of held-out items.
-        form: Name of the export's form, and of its folder.
-        use: Code of the card.
-        chosen: The structure of drafts and its figures.
+    `history` are the validations, `held` is the number of held-out items, `use` the code of the card, and `chosen` the
+    structure of drafts with its figures.
     """
     if trainer.workers.rank:
         return

@@ -101,11 +101,8 @@ class Matcher:
 
 
 class Grammar(RowProcessor):
-    """Masks tokens that an xgrammar grammar does not allow.
-
-    Args:
-        compiled: The grammars of all rows, or one for all of them.
-        start: Length of the prompt.
+    """Masks tokens that xgrammar's grammars, one per row or one for all, do not allow. Prompts have the length
+    `start`.
     """
 
     def __init__(self, compiled: Sequence[Any], start: int):

@@ -72,13 +72,9 @@ def check_out(out: Path, resume: bool, overwrite: bool) -> None:
 class Prompts:
     """Batches of requests as a pure function of their number, epoch by epoch in a seeded order.
 
-    An item that can't be read is counted by the reader and replaced by the next one in the order.
-
-    Args:
-        number_N: Numbers of the items.
-        own: Whether the data's answers replace the target's.
-        total: Number of batches of a run that begins with text only (MSD): none of the first half has pictures, then
-            more and more, all of the last fortieth.
+    An item that can't be read is counted by the reader and replaced by the next one in the order. With `own`, the
+    data's answers replace the target's. `total` is the number of batches of a run that begins with text only (MSD):
+    none of the first half has pictures, then more and more, all of the last fortieth.
     """
 
     def __init__(

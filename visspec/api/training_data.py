@@ -38,13 +38,8 @@ Entry = Mapping[str, Any]
 
 @dataclass
 class Records:
-    """`count` records, read by number.
-
-    Args:
-        count: Number of records.
-        read: Returns the entry of a number.
-        name: Returns the name of a number for error messages.
-        folder: Where relative paths start.
+    """`count` records. `read` returns the entry of a number, `name` its name for messages. Relative paths start at
+    `folder`.
     """
 
     count: int
@@ -157,16 +152,9 @@ class Item(NamedTuple):
 
 
 class TrainingData:
-    """The items of data, read on demand.
-
-    All records are read once at the start, without images. Raises ValueError if one can't be used.
-
-    Args:
-        data: A folder, a glob, a file or hf:NAME.
-        answers: "target" makes an item of every place at which the user waits for an answer, "own" of every answer in
-            the data.
-        ignore: Fields or files to ignore.
-        prompt: The prompt of records that have none.
+    """The items of data, read on demand. All records are read once at the start, without images. Raises ValueError if
+    one can't be used. With answers "target" every place where the user waits for an answer is an item, with "own" every
+    answer in the data. `prompt` is used for records that have none.
     """
 
     def __init__(self, data: str | Path, answers: str = "target", ignore: Collection[str] = (), prompt: str = PROMPT):

@@ -144,15 +144,11 @@ def readable(records: RecordStream) -> Iterator[tuple[Any, Record]]:
 def throughput(
     fast: Accelerated, groups: Sequence[Sequence], batches: Sequence, warm: Sequence, options: dict[str, Any]
 ) -> dict[str, float]:
-    """Return the images or prompts per second of a stream, and the ratio to transformers' generate in batches of as
-    many rows.
+    """Return the inputs per second of a stream, and the ratio to transformers' generate in batches of as many rows.
 
-    Args:
-        fast: An accelerated model that has not decoded any of the inputs.
-        groups: Inputs one by one, in groups of as many as there are slots. They are measured in up to `PARTS` parts of
-            several groups, each once, because drafters remember answers.
-        batches: The same inputs as one batch per group, as (index, inputs).
-        warm: Batches of other inputs.
+    `groups` have as many inputs as there are slots, `batches` the same as (index, inputs). They are measured in up to
+    `PARTS` parts of several groups, each once and none before, because drafters remember answers. `warm` are other
+    batches.
     """
     slots, model, parts = len(groups[0]), cast(Any, fast.model), min(PARTS, max(len(groups) // PART_GROUPS, 1))
     list(fast.stream((inputs for _, inputs in warm), slots=slots, **options))

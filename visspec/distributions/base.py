@@ -25,10 +25,8 @@ class Distribution:
 
     @classmethod
     def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Check drafted values of (B, N) nodes. Raises ValueError if `value` is not a tensor of such values.
-
-        Returns:
-            Sanitised values, which of them are valid (B, N) bool, and which may be drafted (B, N) bool.
+        """Check drafted values of (B, N) nodes. Returns sanitised values, which of them are valid, and which may be
+        drafted, both (B, N) bool. Raises ValueError if `value` is not a tensor of such values.
         """
         raise NotImplementedError
 

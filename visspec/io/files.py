@@ -108,15 +108,9 @@ class Journal:
     """Context manager for records kept line by line in a file of JSON lines, for runs that can be resumed.
 
     A record is one line, written in one call. A killed process leaves all records that it added, and at most one
-    incomplete line, which the next run removes. `done` has the ids of existing records, `failed` those with an `error`.
-
-    Args:
-        path: The file.
-        about: Settings, kept in PATH.about.json.
-        retry: Remove the failed records first.
-
-    Raises:
-        ValueError: If another process writes to the file, it has other content or settings, or it is removed meanwhile.
+    incomplete line, which the next run removes. Settings (`about`) are kept in PATH.about.json. `done` has the ids of
+    existing records, `failed` those with an `error`, which `retry` removes. Raises ValueError if another process writes
+    to the file, it has other content or settings, or it is removed meanwhile.
     """
 
     def __init__(self, path: str | Path, about: dict[str, Any], *, retry: bool = False):

@@ -25,13 +25,9 @@ HEADERS = threading.Lock()
 
 
 def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Return the first frame of a file in one of `FORMATS` as a loaded RGB image, rotated by its EXIF orientation.
-
-    Transparent pixels are composited over white.
-
-    Raises:
-        FileNotFoundError: If the file does not exist.
-        ValueError: For missing permissions, another format, a broken file, or more than `max_pixels` pixels.
+    """Return the first frame of a file in one of `FORMATS` as a loaded RGB image, rotated by its EXIF orientation and
+    composited over white. Raises FileNotFoundError if the file does not exist, and ValueError for missing permissions,
+    another format, a broken file, or more than `max_pixels` pixels.
     """
     path = Path(path)
     if not path.exists():

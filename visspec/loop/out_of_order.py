@@ -33,15 +33,11 @@ NOWHERE = -1  # position of padding nodes
 
 @torch.inference_mode()
 def decode_wavefront(target: Target, request: Request, schedule: Callable[[OutOfOrderDecoder], None]) -> State:
-    """Decode a batch of images. Returns the finished state, as `decode` does.
+    """Decode a batch of images; `schedule` generates all positions. Raises ValueError for unsupported requests.
 
-    `trace.rounds` has an entry for each pass of the target except prefill and audit. `trace.origin` is "drafted" for
-    accepted codes and "plain" for the others. `state.memory` has the pass number of each token, (B, T) as lists.
-
-    Args:
-        target: The model.
-        request: The batch. Raises ValueError if it can't be decoded out of order.
-        schedule: A function that generates all positions.
+    In the returned state, `trace.rounds` has an entry for each pass of the target except prefill and audit,
+    `trace.origin` is "drafted" for accepted codes and "plain" for the others, and `memory` has the pass number of each
+    token, (B, T).
     """
     for name, value in (("processors", request.sampling.processors), ("stop", request.stop), ("eos", request.eos)):
         if value:

@@ -79,23 +79,17 @@ def build_setup(
     graphs: bool | None = False,
     debug: bool = False,
 ) -> DecodingSetup[TargetT]:
-    """Build a setup and check that its parts fit together.
+    """Build a setup and check that its parts fit together. Raises ValueError if they don't.
 
     Args:
-        drafter: The drafter, or None for plain decoding.
-        name: Name of the drafter, for statistics.
         rule: The acceptance rule. It is bound here, so pass a copy.
         subject: The model or family that is passed to the drafter's `attach`.
         make_target: Builds the target for a drafter's traits.
         order: None for islands if drafter and rule support whole images, else raster.
         levels: Maximum draft depth.
         length: Makes the draft-length policy. By default `AdaptiveLength`; `FixedLength` for drafters of a fixed depth.
-        compile: Compile the drafter too.
         graphs: Record the target's passes and the verdicts as CUDA graphs; None if that is faster.
         debug: Raise the drafter's exceptions.
-
-    Raises:
-        ValueError: If the parts are incompatible.
     """
     if drafter is not None:
         drafter.attach(subject)

@@ -67,18 +67,8 @@ class Trainer:
     """A training run. Weights, optimiser and progress are saved to `folder` every `save_every` steps.
 
     The folder holds the drafter with the best validation, by the mean of its `tau`s, or the last one without
-    validations. If `store` is set, it keeps the target's answers.
-
-    Args:
-        target: The model that generates answers.
-        drafter: The drafter to train.
-        rule: The acceptance rule of the loop.
-        prompts: Returns request i, numbered over all processes.
-        plan: The options.
-        folder: Where the run is saved, by the first process.
-        provenance: Provenance of the drafter. A resumed run must have the same `settings` and plan.
-        validate: Returns figures of a validation.
-        workers: The processes.
+    validations. If `store` is set, it keeps the target's answers. `prompts` returns request i, numbered over all
+    processes. A resumed run must have the same plan and `settings` in its provenance.
     """
 
     def __init__(
@@ -119,18 +109,9 @@ class Trainer:
     def run(
         self, report: Callable[[dict], None] | None = None, answered: Callable[[int, int], None] | None = None
     ) -> list[dict]:
-        """Train to the last step.
-
-        Args:
-            report: Called with a record after each step whose loss is read: every step on a CPU, one in `READS`
-                elsewhere.
-            answered: Called with the number of requests of a group that the target has answered, and their total.
-
-        Returns:
-            All validations.
-
-        Raises:
-            ValueError: After `PATIENCE` consecutive skipped updates. Skipped updates that are read also warn.
+        """Train to the last step and return all validations. `report` is called with a record after each step whose
+        loss is read: every step on a CPU, one in `READS` elsewhere. `answered` is called with the number of answered
+        requests of a group, and their total. Raises ValueError after `PATIENCE` consecutive skipped updates.
         """
         start, self.answered = time.time() - self.seconds, answered
         with self.training():
@@ -225,11 +206,11 @@ class Trainer:
             group["lr"] = plan.rate_at(self.step)
         self.module.train()
         self.optimiser.zero_grad(set_to_none=True)
-        for stream, lesson in zip(self.streams, lessons):
-            lesson = to(lesson, next(self.head.parameters()).dtype)
+        for stream, batch in zip(self.streams, lessons):
+            batch = to(batch, next(self.head.parameters()).dtype)
             with torch.random.fork_rng():  # makes random numbers in training a function of the batch's number
                 torch.manual_seed(plan.seed * 1_000_003 + self.step * self.accumulate + stream)
-                loss, agreed = self.module(lesson, plan.loss_at(self.step))
+                loss, agreed = self.module(batch, plan.loss_at(self.step))
             (loss / len(lessons)).backward()
             found.append(torch.cat([loss.detach()[None], agreed]))
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip)  # equal in every process

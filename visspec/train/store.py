@@ -29,13 +29,8 @@ NUMBERS = ("prompt_length", "lengths", "width", "reach")  # fields of a batch th
 
 
 class Store:
-    """Answers in a folder, by the number of their request. Raises ValueError for a folder with other content.
-
-    Args:
-        folder: The folder.
-        settings: Everything that the answers depend on.
-        law: Returns the target's `TrainingBatch.law` for these requests; called once.
-        device: Where answers are loaded.
+    """Answers in a folder, by the number of their request. Raises ValueError for a folder with other content. They
+    depend on everything in `settings`. `law` returns the target's `TrainingBatch.law` for these requests.
     """
 
     def __init__(
