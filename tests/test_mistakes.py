@@ -96,7 +96,7 @@ MISTAKES = {
     "tune --model captioner --prompts {}/photo.txt": "'llava' does not generate images",
     "serve --model painter": "painter draws images and writes no text. Use `visspec generate`",
     "bench text --model painter": "draws images and writes no text",
-    "bench text --model captioner --prompts {}/photo.png": "photo.png is not a text in UTF-8",
+    "bench text --model captioner --prompts {}/photo.png": "expected a text in UTF-8",
     "generate x --seed 99999999999999999999": "--seed: got 99999999999999999999, expected a whole number from 0",
     "generate x --guidance-scale abc": "--guidance-scale: got abc, expected a number",
     "generate --prompts {}/photo.png": "expected a text in UTF-8",
