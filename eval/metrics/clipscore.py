@@ -63,7 +63,7 @@ def from_folder(
     """
     pairs, problems = pair_captions(image_files(folder), captions)
     if not pairs:
-        raise ValueError(f"captions: no image of {folder} has a caption, expected captions by file name")
+        raise ValueError(f"captions: no image of {folder} has a caption, expected captions by file name.")
     done = ResultFile(results, digest(scorer.fingerprint))
     keys = [digest(path.name, caption, file_digest(path)) for path, caption in pairs]
     missing = [(key, *pair) for key, pair in zip(keys, pairs) if key not in done.rows]

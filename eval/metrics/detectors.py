@@ -71,7 +71,7 @@ class Mask2Former(_ModelDetector):
     def __init__(self, model: PreTrainedModel, processor: Callable, name: str, classes: Sequence[str] = COCO_CLASSES):
         super().__init__(model, processor, name)
         if model.config.num_labels != len(classes):
-            raise ValueError(f"the model has {model.config.num_labels} classes, but {len(classes)} names were given")
+            raise ValueError(f"the model has {model.config.num_labels} classes, but {len(classes)} names were given.")
         self.classes = tuple(classes)
 
     @torch.inference_mode()

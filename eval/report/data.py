@@ -97,17 +97,17 @@ def interval(value: object) -> Interval:
 def read(path: Path) -> dict[str, Any]:
     """Return the object of a result file. Raises ValueError or FileNotFoundError if it is not the JSON of a bench."""
     if not path.is_file():
-        raise FileNotFoundError(f"report: result file {path} does not exist")
+        raise FileNotFoundError(f"report: result file {path} does not exist.")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"report: {path} is not JSON ({error})") from None
+        raise ValueError(f"report: {path} is not JSON ({error}).") from None
     bench = record.get("bench") if isinstance(record, dict) else type(record).__name__
     if not isinstance(record, dict) or bench not in REQUIRED:
-        raise ValueError(f"report: {path.name}: bench: got {bench!r}, expected {', '.join(REQUIRED)}")
+        raise ValueError(f"report: {path.name}: bench: got {bench!r}, expected {', '.join(REQUIRED)}.")
     for name in REQUIRED[bench]:
         if record.get(name) in (None, []):
-            raise ValueError(f"report: {path.name}: got no {name!r}, expected the JSON of visspec bench {bench}")
+            raise ValueError(f"report: {path.name}: got no {name!r}, expected the JSON of visspec bench {bench}.")
     return record
 
 
@@ -115,7 +115,7 @@ def rows_of(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Return the rows of a record. Raises ValueError unless they are objects."""
     rows = record["rows"]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"report: {where}: rows: got {type(rows).__name__}, expected a list of objects")
+        raise ValueError(f"report: {where}: rows: got {type(rows).__name__}, expected a list of objects.")
     return rows
 
 

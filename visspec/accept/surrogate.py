@@ -42,7 +42,7 @@ class Surrogate(Acceptance[Normals]):
 
     def __init__(self, tries: int = 32):
         if tries < 1:
-            raise ValueError(f"tries: got {tries}, expected at least 1")
+            raise ValueError(f"tries: got {tries}, expected at least 1.")
         self.tries = tries
         self.capabilities = Capabilities()
 

@@ -182,7 +182,7 @@ class Accelerated:
         settings = saving.read(folder, options)
         strange = [name for name in ("parts", "order") if settings.pop(name, None)]
         if strange:
-            raise ValueError(f"checkpoint: {where} is a pipeline with {strange[0]}, expected an accelerated model")
+            raise ValueError(f"checkpoint: {where} is a pipeline with {strange[0]}, expected an accelerated model.")
         model, words = load_saved(folder, device=device, dtype=dtype, trust_remote_code=remote)
         return accelerate(model, **{"tokenizer": words, **settings})
 
@@ -395,14 +395,14 @@ class _Run:
         setup = self.setup
         target = setup.target
         if model is not target.model:
-            raise ValueError(f"model: got a call of {type(model).__name__}, expected {type(target.model).__name__}")
+            raise ValueError(f"model: got a call of {type(model).__name__}, expected {type(target.model).__name__}.")
         request = requests.build(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         request.media, request.copies = self.media, generation_config.num_return_sequences or 1
         if not request.sampling.greedy:
             if target.widths is not None and len(input_ids) > 1 and not setup.rule.traits.keeps_tokens:
                 raise ValueError(
                     f"batch_invariant: got {len(input_ids)} rows for the rule {type(setup.rule).__name__}, whose tokens"
-                    " depend on drafts, expected one row a call, or stream()"
+                    " depend on drafts, expected one row a call, or stream()."
                 )
             request.generators = requests.generators(self.generator, self.seed, input_ids)
         if self.streamer is not None:
@@ -464,7 +464,7 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
 def check_eager(batch_invariant: bool, compile: bool, graphs: bool | None) -> None:
     """Raise ValueError for options that exclude each other."""
     if batch_invariant and (compile or graphs):
-        raise ValueError(f"batch_invariant: got {'compile' if compile else 'graphs'}=True, expected eager passes")
+        raise ValueError(f"batch_invariant: got {'compile' if compile else 'graphs'}=True, expected eager passes.")
 
 
 def own_rule(acceptance: str | Acceptance) -> Any:

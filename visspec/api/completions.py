@@ -154,7 +154,7 @@ class ChatBody(Body):
             files = [image_bytes(part.image_url.url) for part in parts if isinstance(part, ImagePart)]
             pixels = sum(math.prod(image_size(data, "an image", max_pixels)) for data in files)
             if pixels > max_pixels:
-                raise ValueError(f"the images have {pixels} pixels in total, more than {max_pixels}")
+                raise ValueError(f"the images have {pixels} pixels in total, more than {max_pixels}.")
             return [read_image(data, "an image", max_pixels) for data in files]
         except ValueError as error:
             raise RequestError(f"messages: {error}", param="messages") from None
@@ -185,8 +185,8 @@ def image_bytes(url: str) -> bytes:
     """Decode a data URL. Raises ValueError for other URLs."""
     if (head := DATA_URL.match(url)) is None:
         form = "a data URL of a PNG, JPEG or WEBP (data:image/png;base64,...), this server fetches nothing"
-        raise ValueError(f"got {url[:40]!r} for an image, send {form}")
+        raise ValueError(f"got {url[:40]!r} for an image, send {form}.")
     try:
         return base64.b64decode(url[head.end() :], validate=True)
     except binascii.Error as error:
-        raise ValueError(f"the base64 of an image cannot be read ({error})") from None
+        raise ValueError(f"the base64 of an image cannot be read ({error}).") from None

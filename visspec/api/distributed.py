@@ -157,7 +157,7 @@ def start(job: Job) -> None:
     for what, each in (("CPU", job.threads), ("GPU", job.gpus)):
         if job.workers * each > has.get(what, 0):
             needed = f"{job.workers} workers need {each:g} {what} each"
-            raise ValueError(f"workers: {needed}, but Ray has {has.get(what, 0):g}")
+            raise ValueError(f"workers: {needed}, but Ray has {has.get(what, 0):g}.")
 
 
 def results(job: Job) -> Iterator[tuple[list[Any], list[str]]]:

@@ -73,4 +73,4 @@ def check_preset(name: str | None, asked: dict[str, Any], recipe: Recipe) -> Non
     known = {*recipe.network, "intermediate", "structure", *(("draft_vocab",) if recipe.kind == "eagle" else ())}
     if strange := sorted(set(asked) - known):
         where = f"with the preset {name!r}" if name else "without a preset"
-        raise ValueError(f"{strange[0]}: got {asked[strange[0]]} {where}, which has no such value, expected none")
+        raise ValueError(f"{strange[0]}: got {asked[strange[0]]} {where}, which has no such value, expected none.")

@@ -89,20 +89,20 @@ class ImageRequest:
 
     def __post_init__(self) -> None:
         if not self.texts:
-            raise ValueError(f"prompt: got {self.prompt!r}, expected a text or a list of texts")
+            raise ValueError(f"prompt: got {self.prompt!r}, expected a text or a list of texts.")
         if odd := [text for text in self.texts if text.encode(errors="replace").decode() != text]:
-            raise ValueError(f"prompt: got {odd[0]!r}, expected a text that UTF-8 can encode")  # tokenizers: TypeError
+            raise ValueError(f"prompt: got {odd[0]!r}, expected a text that UTF-8 can encode.")  # tokenizers: TypeError
         for name in ("num_images_per_prompt", "batch_size"):
             if not isinstance(count := getattr(self, name), int) or count < 1:
-                raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1")
+                raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1.")
         if not set(self.callback_on_step_end_tensor_inputs) <= set(TENSORS):
             given = self.callback_on_step_end_tensor_inputs
-            raise ValueError(f"callback_on_step_end_tensor_inputs: got {given!r}, expected {', '.join(TENSORS)}")
+            raise ValueError(f"callback_on_step_end_tensor_inputs: got {given!r}, expected {', '.join(TENSORS)}.")
         if self.output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type: got {self.output_type!r}, expected one of {', '.join(OUTPUT_TYPES)}")
+            raise ValueError(f"output_type: got {self.output_type!r}, expected one of {', '.join(OUTPUT_TYPES)}.")
         for name in ("height", "width"):
             if (side := getattr(self, name)) is not None and (not isinstance(side, int) or side < 1):
-                raise ValueError(f"{name}: got {side!r}, expected a whole number of pixels")
+                raise ValueError(f"{name}: got {side!r}, expected a whole number of pixels.")
 
     @property
     def texts(self) -> list[str]:
@@ -197,7 +197,7 @@ def negatives_of(
         return None
     found = [given] * len(texts) if isinstance(given, str) else list(given)
     if len(found) != len(texts):
-        raise ValueError(f"negative_prompt: got {len(found)} texts, expected {len(texts)}, one for each prompt")
+        raise ValueError(f"negative_prompt: got {len(found)} texts, expected {len(texts)}, one for each prompt.")
     why = "" if family.guided else f"{family.name} has no unconditional prompt"
     why = why or ("it has no effect without guidance (guidance_scale 1)" if guidance == 1.0 else "")
     worded = [text for text in found if text.strip()]

@@ -324,7 +324,7 @@ class ImagePipeline:
         sampling = self.sampling(request.guidance_scale, request.temperature, request.top_k, request.top_p)
         layout = family.layout(request.height, request.width)
         if family.no_pixels and request.output_type != "latent":
-            raise ValueError(f"output_type: got {request.output_type!r}, expected 'latent': {family.no_pixels}")
+            raise ValueError(f"output_type: got {request.output_type!r}, expected 'latent': {family.no_pixels}.")
         negatives = image_call.negatives_of(request.negative_prompt, texts, sampling.guidance, family)
         order = self.order if request.order is None else request.order
         drafter = self.drafter if request.drafter is ... else request.drafter
@@ -392,14 +392,14 @@ class ImagePipeline:
             debug=self.debug,
         )
         if self.batch_invariant and not setup.order.raster:
-            raise ValueError(f"batch_invariant: got the order {setup.order.name}, expected raster")
+            raise ValueError(f"batch_invariant: got the order {setup.order.name}, expected raster.")
         return setup
 
     def _drafter(self, spec) -> tuple[Any, str]:
         if isinstance(spec, nn.Module):
             raise ValueError(
                 f"drafter: got a {type(spec).__name__}, expected a drafter or its name; a smaller image model drafts as"
-                " 'lowres:model=FOLDER'"
+                " 'lowres:model=FOLDER'."
             )
         if not isinstance(spec, str) or spec.partition(":")[0] != "lowres":
             return registry.drafter(spec, self.model, self.family)
@@ -407,7 +407,7 @@ class ImagePipeline:
         dtype = str(self.model.dtype).removeprefix("torch.")  # dtypes must match to compare codebooks
         own = options.pop("model", included.made_for("lowres", self.model))
         if own is None:
-            raise ValueError(f"drafter: none is included for {spec!r} here, expected lowres:model=FOLDER")
+            raise ValueError(f"drafter: none is included for {spec!r} here, expected lowres:model=FOLDER.")
         sibling = load_image_model(own, device=str(self.device), dtype=dtype)
         if "upsample" in options:
             upsampler = str(options["upsample"])

@@ -63,10 +63,10 @@ def picture_of(
     for name, given, other in (("image", image, mask), ("mask_image", mask, image)):
         if given is not None and family.draws != "any order":
             kind = type(given).__name__
-            raise ValueError(f"{name}: got one ({kind}), but {family.name} only draws from texts")
+            raise ValueError(f"{name}: got one ({kind}), but {family.name} only draws from texts.")
         if given is not None and other is None:
             missing = "mask_image" if name == "image" else "image"
-            raise ValueError(f"{missing}: got None. Inpainting needs both a picture and a mask")
+            raise ValueError(f"{missing}: got None. Inpainting needs both a picture and a mask.")
     if image is None or mask is None:
         return None
     height, width = family.pixel_size()
@@ -74,7 +74,7 @@ def picture_of(
     masks = [_white(item, (height, width)) for item in _items(mask, _one_mask)]
     for name, found in (("image", len(each)), ("mask_image", len(masks))):
         if found not in (1, prompts):
-            raise ValueError(f"{name}: got {found}, expected one or {prompts}, one for each prompt")
+            raise ValueError(f"{name}: got {found}, expected one or {prompts}, one for each prompt.")
     white = torch.stack(masks)
     rows, columns = layout.grid
     again = F.max_pool2d(white.float(), (height // rows, width // columns)).flatten(1) > 0
@@ -118,24 +118,24 @@ def _pixels(item: Picture, size: tuple[int, int], layout: ImageLayout, family: F
     if isinstance(item, Tensor) and item.dtype == torch.long:
         codes = item.detach().cpu().flatten()
         if len(codes) != layout.grid[0] * layout.grid[1] or not bool(((codes >= 0) & (codes < family.codes)).all()):
-            raise ValueError(f"image: got codes {tuple(item.shape)}, expected {layout.grid} below {family.codes}")
+            raise ValueError(f"image: got codes {tuple(item.shape)}, expected {layout.grid} below {family.codes}.")
         return codes
     found = _tensor("image", item)
     if isinstance(item, np.ndarray) and found.dim() == 3:
         found = found.permute(2, 0, 1)
     if found.dim() != 3 or found.shape[0] != 3:
-        raise ValueError(f"image: got shape {tuple(item.shape)} of {item.dtype}, expected {FROM}")
+        raise ValueError(f"image: got shape {tuple(item.shape)} of {item.dtype}, expected {FROM}.")
     if tuple(found.shape[1:]) != size:
         wanted = f"{size[0]} x {size[1]}, that of the model's images"
-        raise ValueError(f"image: got a size of {found.shape[1]} x {found.shape[2]}, expected {wanted}")
+        raise ValueError(f"image: got a size of {found.shape[1]} x {found.shape[2]}, expected {wanted}.")
     if not 0 <= float(found.min()) <= float(found.max()) <= 1:
-        raise ValueError(f"image: got numbers from {found.min():.3g} to {found.max():.3g}, expected 0 to 1")
+        raise ValueError(f"image: got numbers from {found.min():.3g} to {found.max():.3g}, expected 0 to 1.")
     return found
 
 
 def _tensor(name: str, item: Picture) -> Tensor:
     if not isinstance(item, (np.ndarray, Tensor)):
-        raise ValueError(f"{name}: got a {type(item).__name__}, expected {FROM}")
+        raise ValueError(f"{name}: got a {type(item).__name__}, expected {FROM}.")
     found = torch.from_numpy(np.array(item)) if isinstance(item, np.ndarray) else item.detach().cpu()
     return found / 255 if found.dtype == torch.uint8 else found.float()
 
@@ -148,5 +148,5 @@ def _white(item: Picture, size: tuple[int, int]) -> Tensor:
         found = found.squeeze(0 if found.shape[0] == 1 else -1)
     if tuple(found.shape) != size:
         wanted = f"{size[0]} x {size[1]}, that of the image"
-        raise ValueError(f"mask_image: got a size of {' x '.join(map(str, found.shape))}, expected {wanted}")
+        raise ValueError(f"mask_image: got a size of {' x '.join(map(str, found.shape))}, expected {wanted}.")
     return (found >= WHITE)[None]

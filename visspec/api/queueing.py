@@ -32,7 +32,7 @@ def check(setup: DecodingSetup, slots: int, ahead: int | None, options: dict[str
     """Raise ValueError for a setup that rows can't enter, and for options that don't fit a single prompt."""
     for name, value in (("slots", slots), ("ahead", slots if ahead is None else ahead)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1")
+            raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1.")
     if setup.drafter is not None and not setup.drafter.traits.joins:
         kind = type(setup.drafter.inner).__name__
         raise ValueError(
@@ -40,7 +40,7 @@ def check(setup: DecodingSetup, slots: int, ahead: int | None, options: dict[str
             " call `generate` for each prompt."
         )
     if isinstance(seed := options.get("seed"), (list, tuple)):
-        raise ValueError(f"seed: got {len(seed)} seeds, expected one. Pass others in the prompts' own arguments")
+        raise ValueError(f"seed: got {len(seed)} seeds, expected one. Pass others in the prompts' own arguments.")
     requests.check(options)
 
 
@@ -118,13 +118,13 @@ class RequestBuilder:
         requests.adopt_stop_strings(own)
         for name in ONE_PROMPT:
             if (value := own.get(name)) not in (None, False, 1):
-                raise ValueError(f"{name}: got {value!r}, expected one result of tokens for each request")
+                raise ValueError(f"{name}: got {value!r}, expected one result of tokens for each request.")
         prompt = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         options = {name: value for name, value in own.items() if name not in prompt}
         ids = prompt.get("input_ids")
         if ids is None or ids.dim() != 2 or len(ids) != 1 or ids.shape[1] == 0:
             shape = None if ids is None else tuple(ids.shape)
-            raise ValueError(f"input_ids: got shape {shape}, expected (1, length), one prompt a request")
+            raise ValueError(f"input_ids: got shape {shape}, expected (1, length), one prompt a request.")
         prompt.setdefault("attention_mask", torch.ones_like(ids))
         found = self._prepare_options(prompt, options)
         more = {name: value for name, value in options.items() if name in self.named or name in found.inputs}

@@ -161,7 +161,7 @@ class TextWorker:
             inputs = process_chats(self.processor, [body.chat], [images])
         except Exception as error:  # chat templates and processors may raise anything
             said = str(error).split("\n")[0][:200]
-            raise RequestError(f"messages: the model's processor rejects them ({said})", param="messages") from None
+            raise RequestError(f"messages: the model's processor rejects them ({said}).", param="messages") from None
         length, explain = inputs["input_ids"].shape[1], None
         inputs = move_inputs(inputs, self.fast.model) | body.options | {"max_new_tokens": self._room(length, body)}
         if (schema := body.json_schema) is not None:

@@ -92,7 +92,7 @@ def reader(source: str) -> tuple[Reader, int | None]:
     if read is None:
         return _files([path])
     if not path.is_file():
-        raise ValueError(f"{source}: got no such file")
+        raise ValueError(f"{source}: got no such file.")
     if read is of_parquet:
         need("pyarrow", source)
     return lambda: _to_the_end(source, read(path)), _rows(path)
@@ -307,7 +307,7 @@ def of_dataset(source: str) -> Iterator[Record]:
 def prompts(path: Path) -> Iterator[Record]:
     """Read prompts from JSON lines of {prompt, id} or from lines of text. Raises ValueError as `records`."""
     if not path.is_file():
-        raise ValueError(f"{path}: got no such file")
+        raise ValueError(f"{path}: got no such file.")
     return (_of_prompt(name, line, path.suffix.lower() == ".jsonl") for name, line in _lines(path))
 
 

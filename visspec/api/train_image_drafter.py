@@ -112,7 +112,7 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
         pipe = ImagePipeline.from_pretrained(where, device=device, dtype=asked.dtype, trust_remote_code=remote)
     family = pipe.family
     if family.draws != "codes":
-        raise ValueError(f"target: {family.name} draws {family.draws}, expected one that draws code after code")
+        raise ValueError(f"target: {family.name} draws {family.draws}, expected one that draws code after code.")
     texts = texts or [row["prompt"] for row in included.scenes(None, pipe.processor, "prompts").prompts()]
     layout = family.layout(asked.height, asked.width)
     grid = {"rows": layout.grid[0], "columns": layout.positions // layout.grid[0]}

@@ -57,9 +57,9 @@ def decide(
             "likelihoods" [b][a], the mean log-probability of draft a's answer under model b, or None.
     """
     if len(members) < 2:
-        raise ValueError(f"drafts: got {len(members)}, expected two models or more")
+        raise ValueError(f"drafts: got {len(members)}, expected two models or more.")
     if not 1 <= keep <= len(members):
-        raise ValueError(f"keep: got {keep!r}, expected a whole number from 1 to {len(members)}, the drafts")
+        raise ValueError(f"keep: got {keep!r}, expected a whole number from 1 to {len(members)}, the drafts.")
     drafts: list[dict[str, Any]] = []
     for member in members:
         text, error = "", "got no answer"

@@ -125,7 +125,7 @@ def parse_method(method: str, draws: str, model: PreTrainedModel | None = None) 
     if not equals:
         return Path(name).stem, str(registry.preset(name, draws, model))
     if "/" not in pair:
-        raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance[/order]")
+        raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance[/order].")
     return name, pair
 
 

@@ -75,9 +75,9 @@ def by_photos(texts: Sequence[str], photos: Path, extractor: str, clip: str, dev
     try:
         count = len(image_files(photos))
     except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"--reference: got {photos}, expected a folder of photographs ({error})") from None
+        raise ValueError(f"--reference: got {photos}, expected a folder of photographs ({error}).") from None
     if count < 4 or len(texts) < 2:
-        raise ValueError(f"--reference: got {count} photographs and {len(texts)} prompts, expected at least 4 and 2")
+        raise ValueError(f"--reference: got {count} photographs and {len(texts)} prompts, expected at least 4 and 2.")
     if count != len(texts):
         what = "a distance depends on both counts, so only compare rows of one table"
         print(f"visspec: {len(texts)} images per method against {count} photographs; {what}", file=sys.stderr)

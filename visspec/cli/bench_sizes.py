@@ -126,7 +126,7 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
     """
     prompt, new, levels = arguments.prompt, arguments.max_new_tokens, arguments.levels
     if new < 2:
-        raise ValueError(f"max_new_tokens: got {new}, expected at least 2")
+        raise ValueError(f"max_new_tokens: got {new}, expected at least 2.")
     rows, where, failures = [], {}, []
     for name in arguments.sizes:
         size = SIZES[name]._replace(**_fitting(SIZES[name], arguments.changes))

@@ -160,9 +160,9 @@ def check_images(argument: str, folder: Path, least: int) -> None:
     try:
         count = len(image_files(folder))
     except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"{argument}: got {folder}, expected a {FOLDER} ({error})") from None
+        raise ValueError(f"{argument}: got {folder}, expected a {FOLDER} ({error}).") from None
     if count < least:
-        raise ValueError(f"{argument}: got {folder} of {count} images, expected at least {least}")
+        raise ValueError(f"{argument}: got {folder} of {count} images, expected at least {least}.")
 
 
 def read_prompts(path: Path) -> list[Row]:
@@ -172,7 +172,7 @@ def read_prompts(path: Path) -> list[Row]:
         lines = text.splitlines() if path.suffix == ".jsonl" else [text]
         found = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"--prompts: got {path}, expected a readable JSON or JSONL file ({error})") from None
+        raise ValueError(f"--prompts: got {path}, expected a readable JSON or JSONL file ({error}).") from None
     if path.suffix != ".jsonl":
         (found,) = found or [[]]
         found = found.get("results", []) if isinstance(found, dict) else found
@@ -180,7 +180,7 @@ def read_prompts(path: Path) -> list[Row]:
     named = [(row, Path(str(row.get("image") or row.get("path") or "")).name) for row in found] if good else []
     rows = [row | {"image": name} for row, name in named if not row.get("error")]
     if not rows or not all(row["image"] and isinstance(row.get("prompt"), str) for row in rows):
-        raise ValueError(f"--prompts: got {path}, expected rows of {{image, prompt}}")
+        raise ValueError(f"--prompts: got {path}, expected rows of {{image, prompt}}.")
     return [{k: v for k, v in row.items() if k not in ("path", "seed", "nfe")} for row in rows]
 
 

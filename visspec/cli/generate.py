@@ -75,7 +75,7 @@ def run(arguments: Options) -> int | None:
     about = {name: getattr(pipe, name) for name in CHOSEN} | {"provenance": provenance(pipe.model)}
     single = is_picture(arguments.out)
     if single and len(texts) * arguments.n > 1:
-        raise ValueError(f"--out: got {arguments.out} for {len(texts) * arguments.n} pictures, expected a folder")
+        raise ValueError(f"--out: got {arguments.out} for {len(texts) * arguments.n} pictures, expected a folder.")
     first = 0 if single else first_number(arguments.out)
     results: list[dict[str, Any]] = []
     complete = False
@@ -112,7 +112,7 @@ def read_prompts(arguments: Options) -> list[str]:
 
     found = [*arguments.prompt, *([] if arguments.prompts is None else sources.texts(arguments.prompts))]
     if not found:
-        raise ValueError("prompt: got none, expected at least one")
+        raise ValueError("prompt: got none, expected at least one.")
     return found
 
 
@@ -126,9 +126,9 @@ def read_inpainting(arguments: Options) -> dict[str, Any]:
     for name, path, key in (("image", arguments.image, "image"), ("mask", arguments.mask, "mask_image")):
         if path is None:
             both = "both --image and --mask, which is white where to draw"
-            raise ValueError(f"--{name}: got none, expected {both}")
+            raise ValueError(f"--{name}: got none, expected {both}.")
         if not path.exists():
-            raise ValueError(f"--{name}: got {path}, expected an image file")
+            raise ValueError(f"--{name}: got {path}, expected an image file.")
         found[key] = path
     return {key: open_image(path) for key, path in found.items()}
 

@@ -67,11 +67,11 @@ class ListedOrder(VisitOrder):
         self.order = tuple(index(place) for place in order)
         count = len(self.order)
         if sorted(self.order) != list(range(count)):
-            raise ValueError(f"order: got {count} places, expected each of 0..{count - 1} once")
+            raise ValueError(f"order: got {count} places, expected each of 0..{count - 1} once.")
 
     def places(self, rows: int, columns: int) -> Sequence[int]:
         if len(self.order) != rows * columns:
-            raise ValueError(f"order: got {len(self.order)} places, expected the {rows} * {columns} of the image")
+            raise ValueError(f"order: got {len(self.order)} places, expected the {rows} * {columns} of the image.")
         return self.order
 
 

@@ -158,7 +158,7 @@ class Trainer:
 
     def _check_accumulate(self) -> None:
         if self.accumulate % self.workers.world:
-            raise ValueError(f"accumulate: got {self.accumulate}, expected a multiple of {self.workers.world}")
+            raise ValueError(f"accumulate: got {self.accumulate}, expected a multiple of {self.workers.world}.")
 
     @property
     def streams(self) -> range:
@@ -191,7 +191,7 @@ class Trainer:
                 if self.answered is not None:
                     self.answered(len(found) * count + place + 1, len(self.streams) * count)
             if len(parts) != self.parts:
-                raise ValueError(f"batch: got {plan.batch}, expected the rows of a request of `prompts`")
+                raise ValueError(f"batch: got {plan.batch}, expected the rows of a request of `prompts`.")
             found.append(parts)
         return found
 
@@ -318,7 +318,7 @@ class Trainer:
         asked = {**self.provenance.get("settings", {}), **asdict(self.plan)}
         for name, value in asked.items():
             if name not in FREE and planned.get(name) != value:
-                raise ValueError(f"resume: got {name} {value!r}, expected {planned.get(name)!r} as in {self.folder}")
+                raise ValueError(f"resume: got {name} {value!r}, expected {planned.get(name)!r} as in {self.folder}.")
         self.accumulate = progress["accumulate"]
         self._check_accumulate()
         with safe_open(saved / OPTIMISER, framework="pt") as file:

@@ -70,7 +70,7 @@ KINDS = {"tv": tv, "soft_ce": soft_ce, "kl": kl}
 def of(kind: str):
     """Return a loss by name; only q gets a gradient. Raises ValueError for an unknown name."""
     if kind not in KINDS:
-        raise ValueError(f"loss: got {kind!r}, expected one of {', '.join(KINDS)}")
+        raise ValueError(f"loss: got {kind!r}, expected one of {', '.join(KINDS)}.")
     return KINDS[kind]
 
 

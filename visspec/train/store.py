@@ -46,7 +46,7 @@ class Store:
             found = read_json(self.folder, SETTINGS)
             for name, value in json.loads(json.dumps(settings)).items():
                 if found.get(name) != value:
-                    raise ValueError(f"store: got {name} {value!r}, expected {found.get(name)!r} as in {folder}")
+                    raise ValueError(f"store: got {name} {value!r}, expected {found.get(name)!r} as in {folder}.")
         elif there:
             raise ValueError(f"store: {folder} has other content. Choose another folder.")
         else:

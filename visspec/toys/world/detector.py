@@ -214,7 +214,7 @@ def pixels_of(image: np.ndarray | Image.Image) -> np.ndarray:
     """Return float32 (height, width, 3) of an RGB image (PIL, uint8 or float 0..255), else raise ValueError."""
     rgb = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image, np.float32)
     if rgb.ndim != 3 or rgb.shape[2] != 3 or min(rgb.shape[:2]) < 32:
-        raise ValueError(f"image: got shape {rgb.shape}, expected (height, width, 3) with sides of at least 32")
+        raise ValueError(f"image: got shape {rgb.shape}, expected (height, width, 3) with sides of at least 32.")
     return rgb
 
 
