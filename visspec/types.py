@@ -752,11 +752,11 @@ class TrainedDrafter(Protocol):
     borrowed: tuple[nn.Module, ...]  # modules of the target, frozen in training
     ids: Tensor | None  # the ids of its reduced vocabulary; None: all
 
-    def rollout(self, lesson: TrainingBatch, steps: int) -> Rollout:
+    def rollout(self, batch: TrainingBatch, steps: int) -> Rollout:
         """Predict along the answers, each step from the one before.
 
         Args:
-            lesson: The recorded answers.
+            batch: The recorded answers.
             steps: Number of steps.
         """
 

@@ -103,7 +103,12 @@ class NetworkDrafter(Generic[TargetT]):
 
     @classmethod
     def defaults(cls, target: TargetT, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the other fields of a new configuration for this target, unless `options` has them."""
+        """Return the other fields of a new configuration.
+
+        Args:
+            target: The target, as returned by `subject`.
+            options: Fields that the caller has set, on which others may depend.
+        """
         raise NotImplementedError
 
     @classmethod

@@ -241,20 +241,20 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
     ) -> tuple[Tensor, Tensor]:
         return embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1]), self.head.places()
 
-    def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
-        layout = super()._lesson_layout(lesson)
-        place = (layout.token - lesson.prompt_length + 2).clamp(0, self.config.places - 1)  # grammar ids may come after
+    def _training_layout(self, batch: TrainingBatch) -> layouts.PromptLayout:
+        layout = super()._training_layout(batch)
+        place = (layout.token - batch.prompt_length + 2).clamp(0, self.config.places - 1)  # grammar ids may come after
         return dataclasses.replace(layout, image=place)
 
-    def _following(self, lesson: TrainingBatch) -> Tensor:
-        assert lesson.embeddings is not None
-        answer = self.embed(lesson.ids[:, lesson.prompt_length :])
-        return torch.cat([lesson.embeddings[:, 1:].detach().to(answer.dtype), answer], dim=1)
+    def _following(self, batch: TrainingBatch) -> Tensor:
+        assert batch.embeddings is not None
+        answer = self.embed(batch.ids[:, batch.prompt_length :])
+        return torch.cat([batch.embeddings[:, 1:].detach().to(answer.dtype), answer], dim=1)
 
-    def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
+    def rollout(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
         """Run the base class's rollout; positions fixed by grammar are masked."""
-        free = lesson.best < self.config.codes
-        return [step._replace(weight=step.weight & free) for step in super().rollout(lesson, steps)]
+        free = batch.best < self.config.codes
+        return [step._replace(weight=step.weight & free) for step in super().rollout(batch, steps)]
 
 
 class CaptureTarget(ImageAR):

@@ -192,9 +192,12 @@ class Family:
         raise NotImplementedError
 
     def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> EncodedPrompt:
-        """Encode prompts to ids and embeddings, padded on the left; with guidance, the unconditional rows follow.
+        """Encode prompts to ids and embeddings, padded on the left.
 
-        `layout` (default: that of the default size) is used if prompts or positions depend on the size.
+        Args:
+            texts: The prompts.
+            guided: Whether to append the unconditional rows.
+            layout: The image's layout, by default that of the default size, if prompts or positions depend on it.
         """
         raise NotImplementedError
 

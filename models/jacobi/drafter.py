@@ -57,8 +57,8 @@ class Jacobi(Drafter):
     With many rows, windows are narrowed, down to 4, to keep a pass at `NODES` positions. This only happens with rules
     that use the position's noise, where tokens do not depend on it.
 
-    Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS. The redraws maximal and independent are
-    not supported with rules without their own random numbers (`exact`).
+    Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS. The redraws maximal and independent
+    need a rule with its own random numbers; `exact` has none.
     """
 
     def __init__(self, window: int = 16, redraw: str = "auto", start: str = "left"):

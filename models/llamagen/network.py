@@ -255,7 +255,7 @@ class LlamaGen(Network):
         if self.config.condition != "class":
             condition = condition.to(self.dtype)
         if guidance and not self.guided:
-            raise ValueError("guidance_scale: got one that is not 1, expected 1: the model has no null class")
+            raise ValueError("guidance_scale: expected 1, because the model has no null class")
         if guidance:
             condition = torch.cat([condition, self.cls_embedding.absent(condition)])
         return self.cls_embedding(condition)

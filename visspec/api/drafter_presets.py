@@ -21,8 +21,8 @@ def frequent(target, prompts: Callable[[int], Request], count: int, batches: int
     """Return the `count` most frequent ids of answers to the first batches, ascending (FR-Spec, VocabTrim)."""
     counts = torch.zeros(target.capabilities.vocab, dtype=torch.long)
     for number in range(batches):
-        lesson = capture(target, Exact(), prompts(number))
-        for ids, length in zip(lesson.ids[:, lesson.prompt_length :], lesson.lengths):
+        batch = capture(target, Exact(), prompts(number))
+        for ids, length in zip(batch.ids[:, batch.prompt_length :], batch.lengths):
             counts += torch.bincount(ids[:length].cpu(), minlength=len(counts))
     return counts.sort(descending=True, stable=True).indices[:count].sort().values
 

@@ -212,11 +212,11 @@ class Trainer:
             group["lr"] = plan.rate_at(self.step)
         self.module.train()
         self.optimiser.zero_grad(set_to_none=True)
-        for stream, lesson in zip(self.streams, lessons):
-            lesson = to(lesson, next(self.head.parameters()).dtype)
+        for stream, batch in zip(self.streams, lessons):
+            batch = to(batch, next(self.head.parameters()).dtype)
             with torch.random.fork_rng():  # makes random numbers in training a function of the batch's number
                 torch.manual_seed(plan.seed * 1_000_003 + self.step * self.accumulate + stream)
-                loss, agreed = self.module(lesson, plan.loss_at(self.step))
+                loss, agreed = self.module(batch, plan.loss_at(self.step))
             (loss / len(lessons)).backward()
             found.append(torch.cat([loss.detach()[None], agreed]))
         norm = whole(nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip))  # equal in every process

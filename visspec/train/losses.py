@@ -167,37 +167,37 @@ class Step(nn.Module):
         self.plan = plan
         self._drafter = (drafter,)  # a tuple hides the target's modules, which are not trained
 
-    def forward(self, lesson: TrainingBatch, kind: str) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: TrainingBatch, kind: str) -> tuple[Tensor, Tensor]:
         """Return the loss and the agreement (K,) at each step of the rollout."""
         (drafter,), plan, ids = self._drafter, self.plan, self._drafter[0].ids
-        with self._autocast(lesson):
-            rollout = drafter.rollout(lesson, plan.unroll)
+        with self._autocast(batch):
+            rollout = drafter.rollout(batch, plan.unroll)
         weights = [step.weight for step in rollout]
         if ids is not None:  # distributions over these ids, where the target's choice is among them (EAGLE-3)
-            inside_BT = torch.isin(lesson.best, ids)
+            inside_BT = torch.isin(batch.best, ids)
             weights = [weight * inside_BT for weight in weights]
-        states_NX = lesson.states.flatten(0, 1)
+        states_NX = batch.states.flatten(0, 1)
 
         def law(at_N: Tensor) -> Tensor:
-            logits_NV = lesson.law(states_NX[at_N])
+            logits_NV = batch.law(states_NX[at_N])
             return logits_NV if ids is None else logits_NV[:, ids]
 
-        each = partial(self._each, lesson, kind, [plan.decay**k for k in range(len(rollout))])
+        each = partial(self._each, batch, kind, [plan.decay**k for k in range(len(rollout))])
         parameters = [p for p in self.head.parameters() if p.requires_grad]
-        return rollout_loss(rollout, weights, law, each, lesson.best.shape[1], lesson.width, parameters)
+        return rollout_loss(rollout, weights, law, each, batch.best.shape[1], batch.width, parameters)
 
-    def _autocast(self, lesson: TrainingBatch) -> torch.autocast:
-        return torch.autocast(lesson.ids.device.type, torch.bfloat16, enabled=self.plan.autocast)
+    def _autocast(self, batch: TrainingBatch) -> torch.autocast:
+        return torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=self.plan.autocast)
 
-    def _each(self, lesson: TrainingBatch, kind: str, decays: list[float], part: Chunk) -> tuple[Tensor, Tensor]:
-        (drafter,), plan, start, count = self._drafter, self.plan, lesson.prompt_length, lesson.best.shape[1]
+    def _each(self, batch: TrainingBatch, kind: str, decays: list[float], part: Chunk) -> tuple[Tensor, Tensor]:
+        (drafter,), plan, start, count = self._drafter, self.plan, batch.prompt_length, batch.best.shape[1]
         k, at_N, states_Nd, p_NV = part
-        before_N, after_N = (lesson.ids[:, start + i :][:, :count].flatten()[at_N] for i in (0, 1))
-        with self._autocast(lesson):
+        before_N, after_N = (batch.ids[:, start + i :][:, :count].flatten()[at_N] for i in (0, 1))
+        with self._autocast(batch):
             q_NV = drafter.trained_logits(states_Nd, before_N)
         loss_N = of(kind)(q_NV, p_NV)
         if plan.feature_weight:  # the rollout predicts the target's features after each answer token
-            feature_Nd = lesson.features[:, start : start + count, -states_Nd.shape[1] :].flatten(0, 1)[at_N]
+            feature_Nd = batch.features[:, start : start + count, -states_Nd.shape[1] :].flatten(0, 1)[at_N]
             loss_N = loss_N + plan.feature_weight * distance(states_Nd, feature_Nd)
         loss_N = loss_N * (decays[k] / sum(decays))
         if k == 0 and plan.confidence_weight:
