@@ -333,8 +333,8 @@ def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], f
     read = partial(getattr(kind, "from_pretrained", kind), folder, target)
     own = signature(kind).parameters
     later = {name: options[name] for name in SHAPE if name in options and name not in own}
-    found = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, read)
-    return shaped(found, folder.name, later)
+    made = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, read)
+    return shaped(made, folder.name, later)
 
 
 def shaped(found: object, name: str, options: dict[str, Any]) -> Any:

@@ -78,11 +78,11 @@ class RandomConv:
             values = np.ascontiguousarray(values, dtype="<f4")
             h.update(values.tobytes())
             self.weights.append(torch.from_numpy(values).to(device))
-        found = h.hexdigest()[:16]
-        if found != self.weights_sha256:
-            raise RuntimeError(f"random-conv weights have hash {found}, expected {self.weights_sha256}.")
+        actual = h.hexdigest()[:16]
+        if actual != self.weights_sha256:
+            raise RuntimeError(f"random-conv weights have hash {actual}, expected {self.weights_sha256}.")
         self.device = torch.device(device)
-        self.fingerprint = digest(self.name, found, self.preprocessing)
+        self.fingerprint = digest(self.name, actual, self.preprocessing)
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
@@ -136,15 +136,15 @@ class Inception:
         if not path.is_file():
             needed = f"torch-fidelity's {INCEPTION_FILE} is needed"
             raise FileNotFoundError(f"there is no Inception weight file {path}; {needed}.")
-        found = file_digest(path)
-        if not found.startswith(INCEPTION_SHA256):
-            raise ValueError(f"{path} has SHA-256 {found[:8]}, not {INCEPTION_SHA256} of the 2015-12-05 Inception.")
+        actual = file_digest(path)
+        if not actual.startswith(INCEPTION_SHA256):
+            raise ValueError(f"{path} has SHA-256 {actual[:8]}, not {INCEPTION_SHA256} of the 2015-12-05 Inception.")
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
         self.verified, self.device = True, torch.device(device)
         network = FeatureExtractorInceptionV3(self.name, ["2048"], feature_extractor_weights_path=str(path))
         self.network = network.to(self.device).eval()
-        self.fingerprint = digest(self.name, found, self.preprocessing)
+        self.fingerprint = digest(self.name, actual, self.preprocessing)
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:

@@ -22,8 +22,8 @@ def from_features(
     from torch_fidelity.metric_kid import kid_features_to_metric
 
     settings = {"kid_subsets": subsets, "kid_subset_size": subset_size, "rng_seed": seed, "verbose": False}
-    found = kid_features_to_metric(first.double(), second.double(), **settings)
-    return found["kernel_inception_distance_mean"], found["kernel_inception_distance_std"]
+    figures = kid_features_to_metric(first.double(), second.double(), **settings)
+    return figures["kernel_inception_distance_mean"], figures["kernel_inception_distance_std"]
 
 
 def compare(

@@ -67,5 +67,5 @@ def _build_metric(argument: str, spec: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:  # hubs, files, formats and missing packages raise different types
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{argument}: got {spec!r}, expected one that can be loaded ({said}).") from None
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{argument}: got {spec!r}, expected one that can be loaded ({message}).") from None

@@ -58,10 +58,10 @@ class Method:
     @property
     def guarantee(self) -> str:
         """A kind of GUARANTEES."""
-        said = str(self.record.get("guarantee") or "")
-        if said.startswith("exact"):
+        stated = str(self.record.get("guarantee") or "")
+        if stated.startswith("exact"):
             return "law" if self.record.get("promises_tokens") is False else "tokens"
-        return "approximate" if said else "unknown"
+        return "approximate" if stated else "unknown"
 
     def value(self, field: str) -> float | None:
         """Return a field of its record if it is a number."""
@@ -76,8 +76,8 @@ class Method:
     @property
     def speed(self) -> float | None:
         """The speed-up if it is a positive number."""
-        found = self.value("speedup")
-        return found if found and found > 0 else None
+        speed = self.value("speedup")
+        return speed if speed and speed > 0 else None
 
 
 def number(value: object) -> float | None:
@@ -124,11 +124,11 @@ def methods_of(record: dict[str, Any], path: Path) -> list[Method]:
     shared = {key: value for key, value in record.items() if key not in ("rows", "failures", "texts", "thumbnails")}
     if record["bench"] == "caption" and "rows" not in record:
         return [Method("caption", record, path.parent, path.name)]
-    found = []
+    methods = []
     for row in rows_of(record, path.name):
         images = [RecordImage.of(entry) for entry in row.get("images") or []]
-        found.append(Method(record["bench"], shared | row, path.parent, path.name, images=images))
+        methods.append(Method(record["bench"], shared | row, path.parent, path.name, images=images))
     if record.get("failures"):  # failures of the whole bench are shown once
-        found[0].record["failures"] = record["failures"]
-    found[0].record |= {name: record[name] for name in ("texts", "thumbnails") if name in record}
-    return found
+        methods[0].record["failures"] = record["failures"]
+    methods[0].record |= {name: record[name] for name in ("texts", "thumbnails") if name in record}
+    return methods

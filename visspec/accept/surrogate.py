@@ -83,6 +83,6 @@ class Surrogate(Acceptance[Normals]):
 
     def verdict(self, draft: Draft, ends: Tensor, accepted: Tensor, drift: Tensor) -> Verdict:
         """Return the verdict for M = B N tested nodes, given their values and which of them are the drafted ones."""
-        found = accepted_path(draft, ends, accepted)
-        tested = torch.arange(draft.tree.size, device=ends.device) < found.length[:, None]
-        return replace(found, drift=(drift.float().view(tested.shape) * tested).sum(dim=1))
+        path = accepted_path(draft, ends, accepted)
+        tested = torch.arange(draft.tree.size, device=ends.device) < path.length[:, None]
+        return replace(path, drift=(drift.float().view(tested.shape) * tested).sum(dim=1))

@@ -93,9 +93,9 @@ def accelerate(
             " result of a transformers class's `from_pretrained`."
         )
     if preset is not None:
-        found = registry.preset(preset, "text", cast(ConfiguredModel, model))
-        drafter, levels = found.drafter if drafter == "auto" else drafter, levels or found.levels
-        acceptance = found.acceptance if acceptance == "exact" else acceptance
+        method = registry.preset(preset, "text", cast(ConfiguredModel, model))
+        drafter, levels = method.drafter if drafter == "auto" else drafter, levels or method.levels
+        acceptance = method.acceptance if acceptance == "exact" else acceptance
     length = "fixed" if length is None and not adaptive else length
     if torch.cuda.is_available() and getattr(model, "device", None) == torch.device("cpu"):
         logger.warning("The model is on the CPU, and this machine has a GPU. Call model.to('cuda') first to use it.")
@@ -287,13 +287,13 @@ class Accelerated:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # special methods are not forwarded to the model
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        found = getattr(self.model, name)
-        if getattr(found, "__self__", None) is not self.model:
-            return found
+        attribute = getattr(self.model, name)
+        if getattr(attribute, "__self__", None) is not self.model:
+            return attribute
 
-        @wraps(found)
+        @wraps(attribute)
         def call(*args, **kwargs):
-            result = found(*args, **kwargs)
+            result = attribute(*args, **kwargs)
             return self if result is self.model else result
 
         return call
@@ -442,9 +442,9 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
     repeated text (`models.lookup.merged`); else "context", which needs no training.
     """
     folder = getattr(model, "name_or_path", None)
-    found: DrafterSpec
+    spec: DrafterSpec
     trained: str | Path | None
-    if found := saving.drafter_of(folder) if folder else None:
+    if spec := saving.drafter_of(folder) if folder else None:
         trained, why = None, NAMED
     elif trained := registry.own_drafter(cast(ConfiguredModel, model)):
         why = "it is in the model's folder"
@@ -453,12 +453,12 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
     elif trained := registry.included_drafter(model):
         why = "it is made for the model"
     else:
-        found, table = "context", registry.included_drafter(model, "context")
+        spec, table = "context", registry.included_drafter(model, "context")
         why = "its table is made for the model" if table else "nothing was made for the model"
     if trained:
-        found = registry.joined(trained, {"copies": True})
-    logger.info("drafter: %s, because %s", found, why)
-    return found, why
+        spec = registry.joined(trained, {"copies": True})
+    logger.info("drafter: %s, because %s", spec, why)
+    return spec, why
 
 
 def check_eager(batch_invariant: bool, compile: bool, graphs: bool | None) -> None:

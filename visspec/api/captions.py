@@ -266,9 +266,9 @@ class Captions(AbstractContextManager):
     def _caption(self, answer: Answer) -> Caption:
         record, error = answer.id, answer.error
         if error is not None:
-            said = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
-            said = said if said.startswith(record.id) else f"{record.id}: {said}"
-            return Caption(record, error=said)
+            message = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+            message = message if message.startswith(record.id) else f"{record.id}: {message}"
+            return Caption(record, error=message)
         tokenizer = self.processor.tokenizer
         return Caption(
             record,

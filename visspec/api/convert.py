@@ -146,8 +146,8 @@ def _encoder(text: str | None, width: int, layout: str) -> T5Features:
         features = T5Features.from_pretrained(text)
     except (OSError, ValueError) as error:
         raise ValueError(f"text: {text} could not be loaded as a text encoder, {first_line(error)}") from None
-    if (found := features.encoder.config.hidden_size) != width:
-        raise ValueError(f"text: {text} has {found} features, expected {width} as in {TEXT}.")
+    if (size := features.encoder.config.hidden_size) != width:
+        raise ValueError(f"text: {text} has {size} features, expected {width} as in {TEXT}.")
     return features
 
 

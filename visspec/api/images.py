@@ -118,12 +118,12 @@ class ImagePipeline:
         self._jobs: list[ImageJob] = []  # of running calls
         self._renew()
         if preset is not None:
-            found = registry.preset(preset, self.family.draws, model)
-            drafter = found.drafter if isinstance(drafter, EllipsisType) else drafter
-            acceptance, self.order = acceptance or found.acceptance, order or found.order
-            self.levels = levels or found.levels
-            if found.parts:
-                self.parts = found.parts | self.parts
+            published = registry.preset(preset, self.family.draws, model)
+            drafter = published.drafter if isinstance(drafter, EllipsisType) else drafter
+            acceptance, self.order = acceptance or published.acceptance, order or published.order
+            self.levels = levels or published.levels
+            if published.parts:
+                self.parts = published.parts | self.parts
                 self._renew()
         self.drafter: DrafterSpec = self.family.default_drafter if isinstance(drafter, EllipsisType) else drafter
         self.acceptance = acceptance if acceptance is not None else self.family.default_rule
@@ -291,11 +291,13 @@ class ImagePipeline:
     def _parts(self, request: ImageRequest) -> Iterator[ImageOutput]:
         if request.preset is None:
             return self._drawn(request)
-        found = registry.preset(request.preset, self.family.draws, self.model)
+        preset = registry.preset(request.preset, self.family.draws, self.model)
         method: dict[str, Any] = {
-            name: value for name, value in found.method.items() if (own := getattr(request, name)) is None or own is ...
+            name: value
+            for name, value in preset.method.items()
+            if (own := getattr(request, name)) is None or own is ...
         }
-        return self.with_parts(found.parts)._drawn(replace(request, preset=None, **method))
+        return self.with_parts(preset.parts)._drawn(replace(request, preset=None, **method))
 
     @torch.inference_mode()
     def _drawn(self, request: ImageRequest) -> Iterator[ImageOutput]:
@@ -378,13 +380,13 @@ class ImagePipeline:
                 target.fix_widths()
             return target
 
-        found = registry.order(self.family.default_order if order is None else order)
+        chosen_order = registry.order(self.family.default_order if order is None else order)
         setup = build_setup(
             *self._drafter(drafter),
             rule,
             self.family,
             make_target,
-            order=found,
+            order=chosen_order,
             levels=self.levels,
             length=length,
             compile=self.compile,

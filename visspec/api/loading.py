@@ -140,9 +140,9 @@ def load_diffusers(where: str, *, device: str = "auto", dtype: str | torch.dtype
     folder = Path(index).parent
     for path in folder.rglob("*"):
         checkpoint.inside(folder, str(path.relative_to(folder)))
-    found = checkpoint.read_json(folder, "model_index.json").get("_class_name")
-    if found != "GlmImagePipeline":
-        raise ValueError(f"model: got diffusers' {found}, expected GlmImagePipeline: it has an autoregressive stage.")
+    kind = checkpoint.read_json(folder, "model_index.json").get("_class_name")
+    if kind != "GlmImagePipeline":
+        raise ValueError(f"model: got diffusers' {kind}, expected GlmImagePipeline: it has an autoregressive stage.")
     from diffusers import DiffusionPipeline  # importing it takes seconds
 
     device = resolve_device(device)

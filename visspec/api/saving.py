@@ -43,8 +43,8 @@ def save(folder: str | Path, components: Mapping[str, Any], family: object = Non
     needed = ("model",) if class_conditional else ("model", "processor")
     for name in needed:
         if not hasattr(components[name], "save_pretrained"):
-            found = type(components[name]).__name__
-            raise ValueError(f"{name}: got {found}, expected a {name} of transformers to save.")
+            kind = type(components[name]).__name__
+            raise ValueError(f"{name}: got {kind}, expected a {name} of transformers to save.")
     if (why := unwritable(root, folder=True)) is not None:
         raise ValueError(f"folder: {why}")
     with tempfile.TemporaryDirectory() as staged:
@@ -75,9 +75,9 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a constructor: `given` ones, and those in the folder. A folder without the file, or a hub
     id, contains none. Raises ValueError like other readers of checkpoints.
     """
-    folder, found = registry.included_folder(where), dict(given)
+    folder, arguments = registry.included_folder(where), dict(given)
     if not (folder / FILE).is_file():
-        return found
+        return arguments
     settings = checkpoint.read_json(folder, FILE)
     if strange := sorted(settings.keys() - set(ENTRIES)):
         entry = checkpoint.shorten(strange[0])
@@ -85,14 +85,14 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for name in ENTRIES[:4]:
         if name in settings and name not in given and not given.get("preset"):
             entry = settings[name]
-            found[name] = _levels(entry) if name == "levels" else _named(name, folder, entry)
+            arguments[name] = _levels(entry) if name == "levels" else _named(name, folder, entry)
     if not isinstance(invariant := settings.get("batch_invariant", False), bool):
         shown = checkpoint.shorten(invariant)
         raise ValueError(f"checkpoint: batch_invariant of {folder / FILE} is {shown}, expected true or false.")
-    found.setdefault("batch_invariant", invariant)
-    found["parts"] = _parts(folder, settings.get("parts", {}), given.get("parts") or {})
-    logger.info("%s: read %s", folder / FILE, {name: found[name] for name in settings if name in found})
-    return found
+    arguments.setdefault("batch_invariant", invariant)
+    arguments["parts"] = _parts(folder, settings.get("parts", {}), given.get("parts") or {})
+    logger.info("%s: read %s", folder / FILE, {name: arguments[name] for name in settings if name in arguments})
+    return arguments
 
 
 def drafter_of(folder: str | Path) -> DrafterSpec:
@@ -174,12 +174,12 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
         return {"folder": DRAFTER}
     if isinstance(drafter, Drafter) and drafter.saved_as == "network":
         drafter.save_pretrained(staged, provenance(model))
-        found = registry.drafter(staged, model, family)[0]
-        if type(found) is not type(drafter):
+        restored = registry.drafter(staged, model, family)[0]
+        if type(restored) is not type(drafter):
             raise ValueError(
                 f"drafter: A {type(drafter).__name__} can't be restored from its weights. Pass it by name."
             )
-        again, own = (_options(x) for x in (found, drafter))
+        again, own = (_options(x) for x in (restored, drafter))
         if other := [name for name in own if own[name] != again.get(name)]:
             shown = f"a {type(drafter).__name__} with {other[0]} {own[other[0]]}"
             raise ValueError(

@@ -203,15 +203,15 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
         model, processor = targets.load(str(target), **how)
     items = items or read(self_prompts.write(model, processor, asked, count))
     training, validating = items.hold_out(asked.eval_rows, seed)
-    network, found = of_preset(asked.preset, model, network_of(asked))
-    plan = {**found.plan, **plan}
+    network, recipe = of_preset(asked.preset, model, network_of(asked))
+    plan = {**recipe.plan, **plan}
     planned = options_of(asked, plan, min(rows, len(training)))
     resumed = resume and checkpoint(out) is not None
     lessons = lessons_of(out, resumed, planned, several)
     if asked.epochs is not None:
         steps = steps_of(asked.epochs * len(training), planned, lessons)
         planned = options_of(asked, plan, min(rows, len(training)), steps)
-    total = requests_of(planned, lessons) if found.text_first else 0
+    total = requests_of(planned, lessons) if recipe.text_first else 0
     reader, most = Reader(items, asked.max_bad, asked.max_pixels), asked.max_new_tokens
     own = asked.answers == "own"
     prompts = Prompts(model, processor, reader, training, rows, most, seed, own=own, total=total)
@@ -223,13 +223,13 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
         drafter_export.say(what_is_seen(items, len(training), len(validating), planned, lessons, asked.answers))
     if network.get("fusion") == "cross" and not resumed:
         network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
-    drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(found.kind), **network)
+    drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(recipe.kind), **network)
     if asked.export is not None:
         drafter.check_form(asked.export)
     if dry_run:
-        taken = dry_runs.measure(model, drafter, prompts, planned, requests_of(planned, lessons), whole)
-        print(dry_runs.describe(taken, planned, device))
-        return [taken]
+        estimate = dry_runs.measure(model, drafter, prompts, planned, requests_of(planned, lessons), whole)
+        print(dry_runs.describe(estimate, planned, device))
+        return [estimate]
     if drafter.ids is not None and not resumed:
         recording = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
         drafter.keep(frequent(recording, prompts, drafter.config.draft_vocab, GROUP))
@@ -363,7 +363,7 @@ def train(trainer: Trainer, resume: bool) -> list[dict]:
             if first and (entry["step"] % 100 == 0 or "tau_sampled" in entry):
                 bar.write(json.dumps(entry), sys.stdout)
 
-        found = trainer.run(report, lambda count, of: bar.update(trainer.step, {"answers": f"{count}/{of}"}))
+        history = trainer.run(report, lambda count, of: bar.update(trainer.step, {"answers": f"{count}/{of}"}))
     if first and trainer.curve:
         training.write_page(run / "curves.html", trainer.progress(), trainer.provenance)
-    return found
+    return history

@@ -113,8 +113,8 @@ def decode_options(arguments: Options) -> dict[str, Any]:
             raise ValueError(f"--{name}: got {value} at temperature 0, expected a temperature above 0.")
     cuts = arguments.top_k or 0, arguments.top_p or 1.0
     usual = 128 if included.is_included(model_of(arguments)) else 256
-    found = sampling(arguments.max_new_tokens or usual, arguments.temperature, *cuts)
-    return found | ({"seed": arguments.seed} if sampled else {})
+    options = sampling(arguments.max_new_tokens or usual, arguments.temperature, *cuts)
+    return options | ({"seed": arguments.seed} if sampled else {})
 
 
 def warn_of_foreign(arguments: Options) -> None:

@@ -176,12 +176,12 @@ def draw_pictures(out: Path, console: Console, gallery: Path | None = None) -> t
             each.set_progress_bar_config(disable=True)
             each(prompts[0], seed=0)
         for i, prompt in enumerate(prompts):
-            slow, wanted = seconds_of(partial(plain, prompt, seed=i))
+            slow, expected = seconds_of(partial(plain, prompt, seed=i))
             quick, made = seconds_of(partial(fast, prompt, seed=i))
-            same = None if draws == "vectors" else wanted.images[0].tobytes() == made.images[0].tobytes()
+            same = None if draws == "vectors" else expected.images[0].tobytes() == made.images[0].tobytes()
             alike = alike and same is not False
             section.add(view, f"{painter} {i + 1}", slow, quick, made.stats[0].tau, same)
-            left, right = (shown.images[0].resize((SIDE, SIDE)) for shown in (wanted, made))
+            left, right = (shown.images[0].resize((SIDE, SIDE)) for shown in (expected, made))
             drawn.append((prompt, beside(right, made, 0)))
             pairs += (f"{painter}, plain", left), (f"{PRESETS[draws]}, {slow / quick:.1f} times as fast", right)
     console.print(view)

@@ -96,12 +96,12 @@ def weight_files(folder: Path) -> list[Path]:
         if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
             raise ValueError(f"checkpoint: weight_map of {folder / index[0]} is {shorten(named)}, expected file names.")
         return [inside(folder, name) for name in sorted(set(named.values()))]
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
         what = PICKLE.format(pickled[0]) if pickled else "no weights, expected .safetensors"
         raise ValueError(f"checkpoint: {folder} has {what}.")
-    return [inside(folder, path.name) for path in found]
+    return [inside(folder, path.name) for path in files]
 
 
 def check_folder(folder: str | Path) -> Path:
@@ -201,13 +201,15 @@ def check_shapes(
     module: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str | Path, named: Callable[[str], str] = str
 ) -> None:
     """Raise ValueError unless names and shapes equal those of the module. `named` returns names for messages."""
-    wanted = module.state_dict()
-    missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
+    expected_tensors = module.state_dict()
+    missing, extra = sorted(expected_tensors.keys() - shapes.keys()), sorted(shapes.keys() - expected_tensors.keys())
     if missing or extra:
         name, what = (missing[0], "lacks") if missing else (extra[0], "has the unknown")
-        raise ValueError(f"checkpoint: {where} {what} tensor {named(name)!r}, expected the module's {len(wanted)}.")
+        raise ValueError(
+            f"checkpoint: {where} {what} tensor {named(name)!r}, expected the module's {len(expected_tensors)}."
+        )
     for name, found in shapes.items():
-        if found != (expected := tuple(wanted[name].shape)):
+        if found != (expected := tuple(expected_tensors[name].shape)):
             raise ValueError(f"checkpoint: tensor {named(name)!r} of {where} has shape {found}, expected {expected}")
 
 
@@ -224,9 +226,9 @@ def load_strictly(
 ) -> None:
     """Copy tensors with exactly these names and shapes into a module, cast to its dtype. `named` as above."""
     check_shapes(module, {name: tuple(value.shape) for name, value in tensors.items()}, where, named)
-    wanted = module.state_dict()
+    expected = module.state_dict()
     for name, value in tensors.items():
-        check_values(named(name), value, wanted[name], where)
+        check_values(named(name), value, expected[name], where)
     with torch.no_grad():
         for name, value in tensors.items():
-            wanted[name].copy_(value)
+            expected[name].copy_(value)

@@ -47,8 +47,8 @@ def content_of(path: Path) -> Any:
 def reason(error: Exception) -> str:
     """Return why a file was rejected, without torch's advice to run its code."""
     text = str(error).strip()
-    if asked := re.search(r"GLOBAL (\S+)", text):
-        return f"its pickle asks for {asked[1]}, which is not run"
+    if match := re.search(r"GLOBAL (\S+)", text):
+        return f"its pickle asks for {match[1]}, which is not run"
     if "TorchScript" in text:
         return "it is a TorchScript archive"
     if "weights_only" in text:

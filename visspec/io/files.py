@@ -198,8 +198,8 @@ def unwritable(path: Path, folder: bool = False) -> str | None:
     """Return why a file can't be written, or created in a folder; None if it can. Existing files are not changed."""
     try:
         if path.exists() and path.is_dir() != folder:
-            found, wanted = ("file", "folder") if folder else ("folder", "file")
-            return f"{path} is a {found}, expected a {wanted}"
+            kind, expected = ("file", "folder") if folder else ("folder", "file")
+            return f"{path} is a {kind}, expected a {expected}"
         if is_device(path):
             return None
         with suppress(FileNotFoundError):

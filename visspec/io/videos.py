@@ -45,14 +45,14 @@ def read_clip(path: str | Path, frames: int = FRAMES, max_pixels: int = MAX_PIXE
             indices = sorted({(2 * i + 1) * count // (2 * frames) for i in range(frames)})
             file.seek(0)
             chosen = [frame for i, frame in zip(range(indices[-1] + 1), file.decode(stream)) if i in indices]
-            found = [frame.to_image().convert("RGB").rotate(frame.rotation, expand=True) for frame in chosen]
-            fps, indices = float(stream.average_rate or 1), indices[: len(found)]
+            images = [frame.to_image().convert("RGB").rotate(frame.rotation, expand=True) for frame in chosen]
+            fps, indices = float(stream.average_rate or 1), indices[: len(images)]
     except ImportError:
         raise ValueError(f"{path}: av is not installed. Run pip install 'visspec[video]'.") from None
     except FileNotFoundError:
         raise FileNotFoundError(f"video file {path} does not exist.") from None
     except (av.FFmpegError, OSError, IndexError) as error:
         raise ValueError(f"{path} is broken or not a video of {CONTAINERS} and cannot be decoded ({error}).") from None
-    if not found:
+    if not images:
         raise ValueError(f"{path} has no frame that can be decoded.")
-    return Clip(found, {"total_num_frames": count, "fps": fps, "frames_indices": indices, "duration": count / fps})
+    return Clip(images, {"total_num_frames": count, "fps": fps, "frames_indices": indices, "duration": count / fps})

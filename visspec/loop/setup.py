@@ -139,17 +139,17 @@ def check_order(order: Order, target: Target) -> None:
 
 def check(drafter: Drafter | None, rule: Acceptance, target: Target) -> None:
     """Raise ValueError if the rule does not support the target's nodes or the drafter's drafts."""
-    name, wanted = type(rule.inner).__name__, target.capabilities.distribution
-    if (judged := rule.traits.distribution) is not wanted:
-        raise ValueError(f"acceptance: {name} judges {judged.__name__} distributions, expected {wanted.__name__}.")
+    name, expected = type(rule.inner).__name__, target.capabilities.distribution
+    if (judged := rule.traits.distribution) is not expected:
+        raise ValueError(f"acceptance: {name} judges {judged.__name__} distributions, expected {expected.__name__}.")
     if drafter is None:
         return
     kind = type(drafter).__name__
     takes = target.capabilities
     if drafter.traits.trees and (rule.traits.chains_only or not takes.trees):
         drafter.restrict_to_chains()
-    if (drafted := drafter.traits.distribution) is not wanted:
-        raise ValueError(f"drafter: {kind} drafts for {drafted.__name__} distributions, expected {wanted.__name__}.")
+    if (drafted := drafter.traits.distribution) is not expected:
+        raise ValueError(f"drafter: {kind} drafts for {drafted.__name__} distributions, expected {expected.__name__}.")
     traits, trees = drafter.traits, drafter.traits.trees
     faults = {
         "runs layers of the target, expected one whose layers can be left out": traits.partial and not takes.layers,

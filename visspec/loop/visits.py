@@ -80,11 +80,11 @@ def spread(rows: int, columns: int) -> tuple[int, ...]:
     """Compute the farthest-first order of `SpreadOrder`."""
     place = torch.arange(rows * columns)
     at = torch.stack([place // columns, place % columns], dim=1)
-    near, found = torch.full((len(place),), rows**2 + columns**2 + 1), [0]
+    near, order = torch.full((len(place),), rows**2 + columns**2 + 1), [0]
     for _ in range(len(place) - 1):
-        near = torch.minimum(near, (at - at[found[-1]]).square().sum(dim=1))
-        found.append(int(near.argmax()))
-    return tuple(found)
+        near = torch.minimum(near, (at - at[order[-1]]).square().sum(dim=1))
+        order.append(int(near.argmax()))
+    return tuple(order)
 
 
 @lru_cache(maxsize=64)
