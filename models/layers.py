@@ -63,7 +63,6 @@ def load_exactly(kind: Any, argument: str, where: object, **options: object) -> 
 
 
 def same_table(a: Tensor, b: Tensor, atol: float) -> bool:
-    """Whether two codebooks (K, D) are equal."""
     return a.shape == b.shape and torch.allclose(a.to(b), b, atol=atol)
 
 

@@ -310,7 +310,7 @@ def test_save_refuses_drafter_options(pipe, tmp_path):
     ({"acceptance": "lantern:k=0"}, "k: got 0"), ({"acceptance": "exact:k=3"}, "acceptance: exact does not take"),
     ({"parts": []}, "checkpoint: parts of "), ({"parts": {"codec": 3}}, "checkpoint: parts of "),
     ({"levels": True}, "levels: got True"), ([], "checkpoint: "), ("{", "checkpoint: "),
-    ({"parts": {"nothing": "x"}}, "nothing: got one for a model of the type 'janus'"),
+    ({"parts": {"nothing": "x"}}, "nothing: models of type 'janus' do not take it"),
 ])  # fmt: skip
 def test_a_folder_that_says_something_else_is_refused(folder, tmp_path, entries, words, monkeypatch):
     monkeypatch.chdir(visspec.registry.CHECKPOINTS.parent.parent)  # where `models` and `tests` are folders

@@ -1,4 +1,4 @@
-"""Speed of several ways to decode the same prompts: interleaved, paired, with intervals (rules of docs/evaluate.md).
+"""Speed of several ways to decode the same prompts: interleaved, paired, with intervals (rules of docs/results.md).
 
 An *arm* is a callable prompt -> ArmRun. After a warm-up, arms run prompt by prompt in alternating order. Ratios are
 computed prompt by prompt, so that changes in the machine's speed affect all arms equally.

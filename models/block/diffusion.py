@@ -84,7 +84,6 @@ class DiffusionModel(StructuredDrafter):
 
     @property
     def each(self) -> int:
-        """Number of places that a pass fills."""
         return -(-self.block // self.steps)
 
     def _vocabularies(self, network: Any) -> tuple[int, int]:

@@ -52,7 +52,6 @@ class DiffusionConfig(checkpoint.DrafterConfig):
         return self.block
 
     def modern_bert(self) -> ModernBertConfig:
-        """Return transformers' configuration of the network."""
         turns = {"rope_type": "default", "rope_theta": self.rope_theta}
         return ModernBertConfig(
             vocab_size=1,

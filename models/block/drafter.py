@@ -254,7 +254,6 @@ class BlockModel(StructuredDrafter):
         return nn.functional.embedding(ids, self.embed.weight) * self.form.scale
 
     def _nothing(self, rows: int, position_B: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-        """Return an empty context."""
         size = len(self.traits.feature_layers) * self.assistant.config.hidden_size
         return position_B[:, None][:, :0], next(self.assistant.parameters()).new_empty(rows, 0, size), [0] * rows
 

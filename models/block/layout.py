@@ -114,7 +114,6 @@ def read(
 
 
 def layer_of(folder: Path, form: str, data: dict) -> dict:
-    """Return the entries of the decoder layers."""
     return entry(folder, data, "transformer_layer_config", dict) if form == "speculators" else data
 
 

@@ -73,7 +73,6 @@ class BlockConfig(checkpoint.DrafterConfig):
         return self.block - 1
 
     def assistant(self) -> MuseGlimmerAssistantConfig:
-        """Return transformers' configuration of the network."""
         config = MuseGlimmerAssistantConfig(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,

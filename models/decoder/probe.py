@@ -315,7 +315,6 @@ class _StockSlots(SlotLayers):
 
 
 def _tokens(target: HFDecoder) -> Tensor:
-    """Return ordinary ids for the draft's nodes, (1, N)."""
     text = target.model.config.get_text_config()
     special = target.capabilities.never_drafted | {getattr(text, f"{name}_token_id", None) for name in SPECIAL}
     ordinary = [i for i in range(target.capabilities.vocab) if i not in special]

@@ -212,7 +212,6 @@ def write(folder: str | Path, head: Any, provenance: dict[str, Any], dtype: torc
 
 
 def write_provenance(folder: str | Path, record: dict[str, Any]) -> None:
-    """Write provenance.json to a drafter's folder."""
     (Path(folder) / PROVENANCE).write_text(json.dumps(record, indent=2, default=str) + "\n")
 
 

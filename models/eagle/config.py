@@ -109,7 +109,6 @@ class EagleConfig(DrafterConfig):
 
     @property
     def rotated(self) -> int:
-        """Number of rotated channels per head."""
         return int(self.head_size * self.partial_rotary_factor)
 
     @property

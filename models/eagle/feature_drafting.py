@@ -241,7 +241,6 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         return self.layer.after_attention(x_Bd, query, memory.attend)
 
     def _tree(self, state: State, memory: FeatureMemory, feature_Bd: Tensor, depth: int) -> Draft:
-        """Grow a tree."""
         tree_builder, rows = self.tree_builder(state, depth), feature_Bd.shape[0]
         feature_BWd, seen = feature_Bd[:, None], None
         for level in range(depth):

@@ -211,7 +211,6 @@ class EagleHead(nn.Module):
 
     @torch.no_grad()
     def _add_compressor(self) -> None:
-        """Add the networks that read images."""
         config, d = self.config, self.config.hidden
         if config.images in ("queries", "gated"):
             self.compressor = (FlashQueries if config.images == "queries" else SpecVLMBranches)(config)

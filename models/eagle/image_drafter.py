@@ -139,7 +139,6 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
 
     @property
     def vocab(self) -> int:
-        """Number of codes plus grammar ids."""
         return self.family.codes + self.family.grammar
 
     @classmethod

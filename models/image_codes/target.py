@@ -595,7 +595,6 @@ def _twice(state: State) -> int:
 
 
 def _repeat_tree(tree: Tree, times: int) -> Tree:
-    """Repeat a tree for copies of the rows."""
     parent, depth, ancestor = (t.repeat(times, *[1] * (t.dim() - 1)) for t in (tree.parent, tree.depth, tree.ancestor))
     return Tree(parent, depth, ancestor, tree.levels, tree.chain)
 

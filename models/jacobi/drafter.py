@@ -76,7 +76,6 @@ class Jacobi(Drafter):
         state.memory = self.first_window(state, scores)
 
     def first_window(self, state: State, scores: Scores) -> Window:
-        """Return the window before the first draft."""
         rows, vocab = len(state.rows), scores.distribution.width
         window = Window(state.pending.new_zeros(rows, 0), None, None)
         width = min(self.window, max(NARROWEST, NODES // max(rows, 1)))

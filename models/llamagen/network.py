@@ -93,17 +93,14 @@ class LlamaGenConfig:
 
     @property
     def num_hidden_layers(self) -> int:
-        """`layers`, under transformers' name."""
         return self.layers
 
     @property
     def num_attention_heads(self) -> int:
-        """`heads`, under transformers' name."""
         return self.heads
 
     @property
     def intermediate_size(self) -> int:
-        """`intermediate`, under transformers' name."""
         return self.intermediate
 
     def get_text_config(self, decoder: bool = True) -> LlamaGenConfig:

@@ -115,12 +115,10 @@ class Shared:
     successors: Tensor | None = None  # (V, K), for tokens without candidates
 
     def ranked(self, token: int) -> Sequence[int]:
-        """Return the candidates after a token."""
         candidates = self.candidates.get(token, ())
         return candidates if candidates or self.successors is None else self.successors[token].tolist()
 
     def add(self, answer: Sequence[int]) -> None:
-        """Add a finished answer."""
         with self.lock:
             if len(self.answers.ids) + len(answer) > MOST_ANSWERS:
                 self.answers = TextIndex()
@@ -148,7 +146,6 @@ class RowContext:
         self._append(prompt)
 
     def extend(self, output: Sequence[int]) -> None:
-        """Append new tokens of the row's output."""
         self._append(output[len(self.ids) - self.prompt :])
 
     def _append(self, tokens: Sequence[int]) -> None:
@@ -158,7 +155,6 @@ class RowContext:
             self.ids += tokens
 
     def end(self) -> None:
-        """Share the answer of a finished row."""
         if "answers" in self.sources:
             self.shared.add(self.ids[max(self.prompt - BEFORE, 0) :])
 
@@ -315,7 +311,6 @@ class ContextDrafter(Drafter):
         return cls(**options, successors=table_VK.int())
 
     def save_pretrained(self, folder: str | Path, record: dict[str, Any]) -> None:
-        """Write config.json, model.safetensors and provenance.json."""
         table_VK = self.common.successors
         assert table_VK is not None, "a drafter without a table has nothing to save"
         kind = torch.uint16 if len(table_VK) <= 1 << 16 else torch.int32

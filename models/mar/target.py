@@ -134,7 +134,6 @@ class DrawnVectors:
         self.values = self.values.scatter(1, at, values_BNd.to(self.values.dtype))
 
     def select(self, keep: list[int]) -> DrawnVectors:
-        """Select these rows."""
         return DrawnVectors(self.classes[keep], self.order[keep], self.values[keep])
 
 

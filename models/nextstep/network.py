@@ -36,7 +36,6 @@ class NextStepConfig:
 
     @property
     def channels(self) -> int:
-        """Number of latent channels."""
         return self.size // self.patch**2
 
 

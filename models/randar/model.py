@@ -43,7 +43,6 @@ class RandARImageConfig(PreTrainedConfig):
 
     @property
     def sizes(self) -> LlamaGenConfig:
-        """The network's configuration."""
         return LlamaGenConfig(
             **self.network,
             grid=self.vq_config.num_patches,

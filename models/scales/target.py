@@ -160,7 +160,6 @@ class ScaleImages(Family):
         """Accept any prompt: nothing depends on its length."""
 
     def guidance(self, guidance: float, scale: int) -> float:
-        """Return the guidance of a scale."""
         last = len(self.scales) - 1
         return guidance if self.ramp == "constant" or last == 0 else 1 + (guidance - 1) * scale / last
 

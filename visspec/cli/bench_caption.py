@@ -105,7 +105,7 @@ def bench_caption(
         data: A prompt for each image or list of images; the record then has categories.
 
     Returns:
-        The JSON object of docs/evaluate.md for the first drafter. With several, `rows` has one for each.
+        The JSON object of docs/results.md for the first drafter. With several, `rows` has one for each.
     """
     request = arguments.prompt or (default_prompt(arguments.model) if arguments.model else PROMPT)
     asked = [request] * len(images) if data is None else [prompt.text for prompt in data]

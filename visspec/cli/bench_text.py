@@ -90,7 +90,7 @@ def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]
 def bench_text(
     model: Any, tokenizer: Any, prompts: Sequence[TextPrompt], arguments: Options, drafters: Sequence[str]
 ) -> dict[str, Any]:
-    """Run all arms on all prompts. Returns the JSON object of docs/evaluate.md; only batch 1 has kinds."""
+    """Run all arms on all prompts. Returns the JSON object of docs/results.md; only batch 1 has kinds."""
     size, base, seed = arguments.batch_size, arguments.generation, arguments.seed
     groups = bench.groups_of(prompts, size)
     others = in_turns(read_prompts(None, "train"), lambda prompt: prompt.kind)[: max(WARMUP, 2 * size)]
