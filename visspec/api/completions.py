@@ -184,7 +184,7 @@ def refusal(error: dict[str, Any]) -> RequestError:
 def image_bytes(url: str) -> bytes:
     """Decode a data URL. Raises ValueError for other URLs."""
     if (head := DATA_URL.match(url)) is None:
-        form = "a data URL of a PNG, JPEG or WEBP (data:image/png;base64,...), this server fetches nothing"
+        form = "a data URL of a PNG, JPEG or WEBP (data:image/png;base64,...). This server fetches nothing"
         raise ValueError(f"got {url[:40]!r} for an image, send {form}.")
     try:
         return base64.b64decode(url[head.end() :], validate=True)

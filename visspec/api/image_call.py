@@ -199,7 +199,7 @@ def negatives_of(
     if len(negatives) != len(texts):
         raise ValueError(f"negative_prompt: got {len(negatives)} texts, expected {len(texts)}, one for each prompt.")
     why = "" if family.guided else f"{family.name} has no unconditional prompt"
-    why = why or ("it has no effect without guidance (guidance_scale 1)" if guidance == 1.0 else "")
+    why = why or ("without guidance (guidance_scale 1) it has no effect" if guidance == 1.0 else "")
     worded = [text for text in negatives if text.strip()]
     if why and worded:
         raise ValueError(f"negative_prompt: got {worded[0]!r}, expected None: {why}")

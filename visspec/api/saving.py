@@ -81,7 +81,7 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     settings = checkpoint.read_json(folder, FILE)
     if strange := sorted(settings.keys() - set(ENTRIES)):
         entry = checkpoint.shorten(strange[0])
-        raise ValueError(f"checkpoint: {FILE} of {folder} has the unknown entry {entry}, not {', '.join(ENTRIES)}.")
+        raise ValueError(f"checkpoint: {FILE} of {folder} has the entry {entry}, expected {', '.join(ENTRIES)}.")
     for name in ENTRIES[:4]:
         if name in settings and name not in given and not given.get("preset"):
             entry = settings[name]
