@@ -35,29 +35,21 @@ from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, Stat
 
 @dataclass(frozen=True)
 class DFlashVariant:
-    """Differences between the published forms of DFlash. The defaults are transformers' own.
+    """Differences between the published forms of DFlash. The defaults are transformers' own."""
 
-    anchor: the pending token's place also predicts (`sample_from_anchor`). causal: windows hide later places of the
-    block. reach: how far back a place sees through a window, by default the window; from_anchor: the reach is counted
-    from the pending token and only limits the context. index: positions are slot numbers, also for targets with M-RoPE.
-    head, ids: LM head and ids of the drafter's own vocabulary; embed: its own embeddings. scale: factor on embeddings;
-    multiplier, softcap: applied to logits; raw: use the embedding weights without the module's scaling. sequential: a
-    head that makes a place's distribution depend on the tokens before it.
-    """
-
-    anchor: bool = False
-    causal: bool = False
-    reach: int | None = None
-    from_anchor: bool = False
-    index: bool = False
-    raw: bool = False
-    scale: float = 1.0
-    multiplier: float = 1.0
-    softcap: float = 0.0
-    head: nn.Linear | None = None
-    ids: Tensor | None = None
-    embed: nn.Embedding | None = None
-    sequential: Sequential | None = None
+    anchor: bool = False  # the pending token's place also predicts (`sample_from_anchor`)
+    causal: bool = False  # windows hide later places of the block
+    reach: int | None = None  # how far back a place sees through a window, by default the window
+    from_anchor: bool = False  # the reach is counted from the pending token and only limits the context
+    index: bool = False  # positions are slot numbers, also for targets with M-RoPE
+    raw: bool = False  # use the embedding weights without the module's scaling
+    scale: float = 1.0  # factor on embeddings
+    multiplier: float = 1.0  # factor on logits
+    softcap: float = 0.0  # soft cap of logits; 0: none
+    head: nn.Linear | None = None  # LM head of the drafter's own vocabulary
+    ids: Tensor | None = None  # target ids of that vocabulary
+    embed: nn.Embedding | None = None  # the drafter's own embeddings
+    sequential: Sequential | None = None  # a head that makes a place's distribution depend on earlier tokens
 
 
 UNMASKED: dict[str, Tensor | None] = dict.fromkeys(("full_attention", "sliding_attention"))  # everything is visible

@@ -30,15 +30,7 @@ DECAY = 0.8  # weight of a place in the loss, relative to the place before it
 
 @dataclass(frozen=True)
 class BlockConfig(checkpoint.DrafterConfig):
-    """Configuration of the network and of its target.
-
-    feature_layers: indices into the target's hidden_states, above 0. block: places per pass, including the pending
-    token's. mask: the id at the other places. markov: rank of the head that adds logits given the token before a place
-    (DSpark, arXiv 2607.05147); 0: no such head. confidence: a head that predicts a place's acceptance rate from its
-    hidden state and the Markov head's vector of the token before it (also DSpark). selector: rank of DFlash 2's
-    selector over the likeliest `candidates` tokens of a place, which comes with convolutions of `taps` places whose
-    kernels are shared by groups of `group` channels; 0: neither.
-    """
+    """Configuration of the network and of its target."""
 
     target_layers: int
     layers: int
@@ -46,15 +38,17 @@ class BlockConfig(checkpoint.DrafterConfig):
     kv_heads: int
     head_size: int
     intermediate: int
-    feature_layers: tuple[int, ...]
-    mask: int
-    block: int = 16
-    markov: int = 0
+    feature_layers: tuple[int, ...]  # indices into the target's hidden_states, above 0
+    mask: int  # id at the places to predict
+    block: int = 16  # places per pass, including the pending token's
+    markov: int = 0  # rank of the head that adds logits given the token before a place (DSpark, arXiv 2607.05147)
+    # a head that predicts a place's acceptance rate from its hidden state and the Markov head's vector of the token
+    # before it (also DSpark)
     confidence: bool = False
-    selector: int = 0
-    candidates: int = 16
-    taps: int = 2
-    group: int = 16
+    selector: int = 0  # rank of DFlash 2's selector; above 0 the network has convolutions, too
+    candidates: int = 16  # likeliest tokens of a place that the selector chooses from
+    taps: int = 2  # places that a convolution covers
+    group: int = 16  # channels that share a convolution kernel
     eps: float = 1e-6
     rope_theta: float = 10000.0
 

@@ -80,10 +80,19 @@ class ImageMemory(FeatureMemory):
 class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
     """A drafter around an `ImageHead`, for one image model (or its `Family`).
 
-    tree: "chain" of `levels`; "dynamic", a dynamic tree of `nodes` nodes and frontier `width`; "static", with `shape`
-    nodes per depth. window: places of a Jacobi window, of which the network drafts the first `levels` (default 2; see
-    `jacobi.drafter.Front`); 0 disables it. Raises ValueError for other options, or if the network was made for another
-    target.
+    Args:
+        head: The network.
+        target: The image model or its family.
+        tree: "chain" of `levels`; "dynamic", a tree of `nodes` nodes and frontier `width`; "static", with `shape`.
+        levels: Levels of a chain, by default the configuration's.
+        width: Frontier width of a dynamic tree.
+        nodes: Maximum number of nodes of a dynamic tree.
+        shape: Nodes per depth of a static tree.
+        window: Places of a Jacobi window, of which the network drafts the first `levels` (default 2; see
+            `jacobi.drafter.Front`); 0 disables it.
+
+    Raises:
+        ValueError: An option is invalid, or the network was made for another target.
     """
 
     head_class = ImageHead

@@ -52,13 +52,19 @@ class Window:
 
 
 class Jacobi(Drafter):
-    """Windows of `window` positions. redraw "auto" is gumbel for rules that use the position's noise, else maximal.
+    """Drafts windows of the target's distributions of the previous pass.
 
     With many rows, windows are narrowed, down to 4, to keep a pass at `NODES` positions. This only happens with rules
     that use the position's noise, where tokens do not depend on it.
 
-    Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS. The redraws maximal and independent
-    need a rule with its own random numbers; `exact` has none.
+    Args:
+        window: Positions of a window.
+        redraw: One of REDRAWS, or "auto": gumbel for rules that use the position's noise, else maximal. maximal and
+            independent need a rule with its own random numbers; `exact` has none.
+        start: One of STARTS, how to initialize positions without a distribution.
+
+    Raises:
+        ValueError: An argument is not one of these.
     """
 
     def __init__(self, window: int = 16, redraw: str = "auto", start: str = "left"):

@@ -92,10 +92,17 @@ class ScaleLayout(ImageLayout):
 class ScaleImages(Family):
     """Base class of next-scale models as image families.
 
-    codec: the autoencoder, needed to generate. ramp: guidance by scale, "linear" or "constant"; default: as published.
-    refiner, handover: a model for the scales from number `handover` on (CoDe). budget: tokens to keep in the cache by
-    layer and scale (ScaleKV, `visspec.models.scales.kv_budget`), which makes the guarantee approximate. settings: a
-    generation_config that replaces the folder's.
+    Args:
+        model: The network, or a folder's model.
+        processor: Encodes texts, if prompts are texts.
+        codec: The autoencoder, needed to generate.
+        per_scale: Settings that override the call's at each scale.
+        ramp: Guidance by scale, "linear" or "constant"; by default as published.
+        refiner: A model for the scales from number `handover` on (CoDe).
+        handover: First scale of the refiner.
+        budget: Tokens to keep in the cache by layer and scale (ScaleKV, `visspec.models.scales.kv_budget`), which makes
+            the guarantee approximate.
+        settings: A generation_config that replaces the folder's.
     """
 
     draws = "maps"
