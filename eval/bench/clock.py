@@ -19,9 +19,9 @@ def seconds_of(call: Callable[[], Any], wait: Callable[[], None] = lambda: None)
     """Return the seconds of a call on an idle device until its work is done, and its result."""
     wait()
     began = time.perf_counter()
-    found = call()
+    result = call()
     wait()
-    return time.perf_counter() - began, found
+    return time.perf_counter() - began, result
 
 
 def median_seconds(

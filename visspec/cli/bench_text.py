@@ -61,8 +61,8 @@ def run(arguments: Options) -> None:
     model, tokenizer = loading.load(arguments.model, **arguments.hardware)
     record = bench_text(model, tokenizer, prompts, arguments, arguments.drafter or ["auto"])
     title = f"{len(prompts)} prompts, {arguments.max_new_tokens} tokens, temperature {arguments.temperature}"
-    said = filter(None, (bench.choice_in_words(record), bench.stream_in_words(record, "prompts")))
-    arguments.end(record, table(title, record["rows"], COLUMNS, "\n".join(said), ["prompts"]))
+    sentences = filter(None, (bench.choice_in_words(record), bench.stream_in_words(record, "prompts")))
+    arguments.end(record, table(title, record["rows"], COLUMNS, "\n".join(sentences), ["prompts"]))
 
 
 def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]:
