@@ -223,7 +223,7 @@ def test_other_pictures_are_refused_in_a_sentence(pipe, picture, change, said):
 def test_families_that_can_not_refuse_pictures(picture):
     made = ImagePipeline.from_pretrained("painter")
     for options in ({"image": picture}, {"mask_image": masked()}, {"image": picture, "mask_image": masked()}):
-        with one_sentence(r"image: got one \(.*\), expected none: janus draws from"):
+        with one_sentence(r"image: got one \(.*\), but janus only draws from"):
             made(TEXTS[0], **options)
 
 

@@ -214,7 +214,7 @@ def test_the_exit_code_is_that_of_all_records(folder, tmp_path, capsys):
     for made in (1, 0):
         code, said = run(good, bad)
         assert code == 1 and f"{made} records, {made} of them failed" in said
-    assert "2 were there (1 of these failed, --retry-failed makes them again)" in said
+    assert "2 were there (1 of these failed; --retry-failed makes them again)" in said
     before = lines(out)[:1]
     assert run(good, bad, options=["--retry-failed"])[0] == 1 and len(lines(out)) == 2
     (tmp_path / "gone.png").write_bytes((folder / "scene0.png").read_bytes())

@@ -78,7 +78,7 @@ def test_inpainting_refusals(folder, files, tmp_path, capsys, monkeypatch):
     for model, image, mask, said in (
         (folder, "small", "mask", f"visspec: image: got a size of 8 x {PIXELS}, expected {size}"),
         (folder, "picture", "narrow", f"visspec: mask_image: got a size of {PIXELS} x 24, expected {size}"),
-        ("painter", "picture", "mask", "visspec: image: got one (Image), expected none: janus draws from texts"),
+        ("painter", "picture", "mask", "visspec: image: got one (Image), but janus only draws from texts"),
     ):
         argv = ["--model", model, "--image", files[image], "--mask", files[mask], "--out", tmp_path / "out"]
         assert refused(capsys, "generate", TEXTS[0], *argv).startswith(said)

@@ -361,7 +361,7 @@ class Capabilities:
     def chains(self) -> tuple[int, int]:
         """(steps, size) of denoising chains. Raises ValueError for a target of ids."""
         if self.steps is None:
-            raise ValueError("target: got a model of ids, expected one of vectors")
+            raise ValueError("target: got a model of ids, expected one of vectors.")
         return len(self.steps), self.size
 
 
@@ -392,7 +392,7 @@ class Target:
         Raises:
             ValueError: If the target does not support it.
         """
-        raise ValueError(f"batch_invariant: got {type(self).__name__}, expected text, or images in raster order")
+        raise ValueError(f"batch_invariant: got {type(self).__name__}, expected text, or images in raster order.")
 
     @property
     def device(self) -> torch.device:
@@ -653,7 +653,7 @@ class DraftLengthPolicy:
 
     def __init__(self, levels: int = 8):
         if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:
-            raise ValueError(f"levels: got {levels!r}, expected a whole number from 1 to {MAX_NODES - 1}")
+            raise ValueError(f"levels: got {levels!r}, expected a whole number from 1 to {MAX_NODES - 1}.")
         self.levels = levels
 
     def limit(self, state: State) -> int:

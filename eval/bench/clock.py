@@ -20,9 +20,9 @@ def seconds_of(call: Callable[[], Any], wait: Callable[[], None] = lambda: None)
     """Return the seconds of a call on an idle device until its work is done, and its result."""
     wait()
     began = time.perf_counter()
-    found = call()
+    result = call()
     wait()
-    return time.perf_counter() - began, found
+    return time.perf_counter() - began, result
 
 
 def median_seconds(
@@ -52,14 +52,14 @@ def peak_above(device: torch.device, call: Callable[[], Any]) -> tuple[int | Non
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
-        found = call()
-        return torch.cuda.max_memory_allocated(device) - before, found
+        result = call()
+        return torch.cuda.max_memory_allocated(device) - before, result
     status = Path("/proc/self/status")
     if device.type != "cpu" or not status.exists():
         return None, call()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before, found = _kilobytes(status, "VmRSS"), call()
-    return (_kilobytes(status, "VmHWM") - before) * 1024, found
+    before, result = _kilobytes(status, "VmRSS"), call()
+    return (_kilobytes(status, "VmHWM") - before) * 1024, result
 
 
 def _kilobytes(status: Path, name: str) -> int:

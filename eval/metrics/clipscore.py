@@ -63,7 +63,7 @@ def from_folder(
     """
     pairs, problems = pair_captions(image_files(folder), captions)
     if not pairs:
-        raise ValueError(f"captions: no image of {folder} has a caption, expected captions by file name")
+        raise ValueError(f"captions: no image of {folder} has a caption, expected captions by file name.")
     done = ResultFile(results, digest(scorer.fingerprint))
     keys = [digest(path.name, caption, file_digest(path)) for path, caption in pairs]
     missing = [(key, *pair) for key, pair in zip(keys, pairs) if key not in done.rows]
@@ -74,9 +74,9 @@ def from_folder(
         raise ValueError(f"no image of {folder} can be read; the first problem: {problems[0]}")
     values = 100 * cosines
     error = float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
-    found = {"name": f"CLIPScore[{scorer.name}]", "value": float(values.mean()), "n": len(values)}
-    found |= {"standard_error": error, "model": scorer.name, "fingerprint": scorer.fingerprint}
-    return found | {"text_length": scorer.length, "problems": problems}
+    result = {"name": f"CLIPScore[{scorer.name}]", "value": float(values.mean()), "n": len(values)}
+    result |= {"standard_error": error, "model": scorer.name, "fingerprint": scorer.fingerprint}
+    return result | {"text_length": scorer.length, "problems": problems}
 
 
 def _score(batch: Sequence[tuple[str, Path, str]], scorer: ClipScorer, done: ResultFile) -> list[str]:

@@ -68,11 +68,11 @@ def select_detections(found: DetectionResult, threshold: float) -> dict[str, lis
 
 def _include(image, item: dict, objects: dict, groups: list, colours: ColourClassifier) -> tuple[list | None, str]:
     label, count = item["class"], item["count"]
-    found = objects.get(label, [])[:count]
-    if len(found) < count:
-        return None, f"expected {label}>={count}, found {len(found)}"
+    matches = objects.get(label, [])[:count]
+    if len(matches) < count:
+        return None, f"expected {label}>={count}, found {len(matches)}"
     if "color" in item:
-        seen = colours.classify(image, found, label)
+        seen = colours.classify(image, matches, label)
         if seen.count(item["color"]) < count:
             listed = ", ".join(f"{seen.count(c)} {c}" for c in dict.fromkeys(seen))
             return None, f"expected {item['color']} {label}>={count}, found {listed}"
@@ -80,11 +80,11 @@ def _include(image, item: dict, objects: dict, groups: list, colours: ColourClas
         relation, target = item["position"]
         if groups[target] is None:
             return None, f"no target for {label} to be {relation}"
-        for a in found:
+        for a in matches:
             for b in groups[target]:
                 if relation not in (holding := relations(a.box, b.box)):
                     return None, f"expected {label} {relation} target, found {' and '.join(sorted(holding)) or 'none'}"
-    return found, ""
+    return matches, ""
 
 
 def judge(image, objects: dict[str, list[Detection]], metadata: dict, colours: ColourClassifier) -> tuple[bool, str]:
@@ -235,11 +235,11 @@ def judge_image(
     image, metadata: dict, detector: Detector, colours: ColourClassifier
 ) -> tuple[bool, bool, str, dict[str, list[Detection]]]:
     """Return (correct, strict, reasons, objects) of an image."""
-    found = detector.detect(image)
-    objects = select_detections(found, detector.threshold(metadata["tag"]))
+    detected = detector.detect(image)
+    objects = select_detections(detected, detector.threshold(metadata["tag"]))
     correct, reason = judge(image, objects, metadata, colours)
-    if found.refused:
-        correct, reason = False, f"refused: {found.refused}"
+    if detected.refused:
+        correct, reason = False, f"refused: {detected.refused}"
     return correct, bool(correct and strictly(objects, metadata)), reason, objects
 
 
@@ -263,8 +263,8 @@ def evaluate(
         filename, image = f"{prompt.name}/samples/{path.name}", _image_key(path, prompt.metadata)
         row = done.rows.get(filename)
         if row is None or row.get("image") != image:
-            found = evaluate_image(path, filename, prompt.metadata, detector, colours)
-            row = done.add(found | {"image": image})
+            entry = evaluate_image(path, filename, prompt.metadata, detector, colours)
+            row = done.add(entry | {"image": image})
         rows.append(row)
     problems = [prompt.problem for prompt in prompts if prompt.problem]
     problems += [f"{row['filename']}: {row['reason']}" for row in rows if row.get("broken")]

@@ -41,14 +41,14 @@ class ResultFile:
         for i, line in enumerate(data[:end].splitlines(), 1):
             try:
                 row = json.loads(line)
-                found, name = row["evaluator"], row[self.key]
+                evaluator, name = row["evaluator"], row[self.key]
             except (ValueError, KeyError, TypeError):
-                found = name = None
+                evaluator = name = None
             if not isinstance(name, str):
                 raise ValueError(f"line {i} of {path} is not a result row. Choose another results file.")
-            if found != self.evaluator:
+            if evaluator != self.evaluator:
                 raise ValueError(
-                    f"{path} was written by the evaluator {found}, and this run's is {self.evaluator}."
+                    f"{path} was written by the evaluator {evaluator}, and this run's is {self.evaluator}."
                     " Choose another results file."
                 )
             self.rows[name] = row

@@ -4,6 +4,8 @@ Rejected tokens can't be taken out of a state. So the states are set aside befor
 before it wherever a row did not take all of the pass; the tokens that it took are then *replayed* at the front of its
 next pass, before that one's own nodes. A rejection costs no pass of its own. Replays end with a pass that a row takes
 whole, or, should they grow to `MOST` tokens, with a pass over as many of them as brings the rows together most.
+Where all states are windows of short convolutions, a pass keeps every window that it goes through, and nothing is
+replayed.
 
 Full attention is as ever: replayed tokens are written to the slots where they already stand. Of a tree, these layers
 read the paths from the root to each leaf as rows of their own, which start from the row's state (`PathRows`). All other
@@ -15,6 +17,8 @@ replayed before it, d hidden size.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -32,6 +36,7 @@ from visspec.models.attention.hooks import ModuleHooks
 from visspec.types import Draft, Outcome, State, Tree
 
 MOST = 32  # replayed tokens of a row
+CHUNK = 64  # tokens that torch's gated delta rule fills a row up to, if it is not told otherwise
 MOST_BYTES = 1 << 28  # of states at the ends of paths; where they take more, every path is replayed
 
 
@@ -57,6 +62,7 @@ class RecurrentStateCheckpoints:
         self._kept: list[tuple[dict, int, Tensor]] = []
         self._before: list[int] = []
         self._paths: PathRows | None = None  # of the latest pass, over a tree
+        self._recorded = False  # whether the states hold all windows of the latest pass
 
     def check_written(self, model: PreTrainedModel) -> None:
         """Raises ValueError unless the model keeps the states of all these layers here."""
@@ -92,7 +98,8 @@ class RecurrentStateCheckpoints:
         self._paths = None if draft.tree.chain else PathRows(modules, self.layers, draft.tree, self.replayed)
         if longest == 0:
             self._before, self.ids = self.replayed, draft.value
-            return self._pass(passing, state, draft, nodes > 1), None
+            with ShortChunks(modules, nodes if self._paths is None else self._paths.width, device):
+                return self._pass(passing, state, draft, nodes > 1), None
         assert self.ids is not None
         replayed_B1 = to_device(self.replayed, device)[:, None]
         at_BT = torch.arange(longest + nodes, device=device) - replayed_B1
@@ -102,13 +109,17 @@ class RecurrentStateCheckpoints:
             tree = trees.chain(longest + nodes - 1, str(device))
         else:
             tree = behind(draft.tree, replayed_B1, longest)
-        output = self._pass(passing, state, Draft(self.ids, tree), True)
+        with ShortChunks(modules, tree.size if self._paths is None else self._paths.width, device):
+            output = self._pass(passing, state, Draft(self.ids, tree), True)
         return output, replayed_B1 + torch.arange(nodes, device=device)
 
     def _pass(self, passing: Callable[[State, Draft], Any], state: State, draft: Draft, keep: bool) -> Any:
         """A pass from where the states stand; `keep`: set them aside. Over paths they stay as they are."""
         slots: SlotCache = state.cache.slots
-        keep = keep and self._paths is None
+        self._recorded = (keep or self._paths is not None) and all(map(_records_windows, self.layers.values()))
+        for layer in self.layers.values():
+            layer.record_past = self._recorded
+        keep = keep and self._paths is None and not self._recorded
         self._kept = [(states, i, states[i].clone()) for states, i in self._states()] if keep else []
         lengths = slots.lengths
         if not any(self.replayed) and self._paths is None:
@@ -127,28 +138,34 @@ class RecurrentStateCheckpoints:
         if paths is not None:
             self._commit_path(paths, outcome)
             return
-        if not self._kept:
+        if not self._kept and not self._recorded:
             self.replayed = [0] * len(self.replayed)
             return
         taken = [before + len(path) for before, path in zip(self._before, outcome.path)]
         width = max(self._before) + nodes
-        self._restore([count == width for count in taken])
-        self.replayed = [0 if count == width else count for count in taken]
+        self._take(taken, width)
+        self.replayed = [0 if self._recorded or count == width else count for count in taken]
 
     def _commit_path(self, paths: PathRows, outcome: Outcome) -> None:
         """The same behind a tree: a row takes all of a pass if it takes a path of the greatest length."""
         assert self.ids is not None
         device = self.ids.device
         nodes = [[*range(n), *(n + node for node in path)] for n, path in zip(self._before, outcome.path)]
-        whole = [paths.ends_kept and len(row) == paths.width for row in nodes]
+        whole = [paths.ends_kept and (self._recorded or len(row) == paths.width) for row in nodes]
         longest = max(map(len, nodes))
         self.ids = self.ids.gather(1, to_device([row + [0] * (longest - len(row)) for row in nodes], device))
         if any(whole):
             paths.keep(to_device(whole, device), to_device([row[-1] for row in nodes], device))
         self.replayed = [0 if done else len(row) for done, row in zip(whole, nodes)]
 
-    def _restore(self, whole: list[bool]) -> None:
-        """Put back what was set aside, but for these rows."""
+    def _take(self, taken: list[int], width: int) -> None:
+        """Put back what was set aside, but for rows that took all of a pass of so many tokens. Windows are those behind
+        what a row took.
+        """
+        if self._recorded:
+            for states, i in self._states():
+                states[i] = _window(states[i], to_device(taken, states[i].device), states[i].shape[-1] - width)
+        whole = [count == width for count in taken]
         if all(whole):
             return
         for states, i, before in self._kept:
@@ -166,9 +183,8 @@ class RecurrentStateCheckpoints:
         chain = trees.chain(count - 1, str(device))
         self._paths = None
         self._pass(passing, state, Draft(self.ids[:, :count].contiguous(), chain), True)
-        whole = [r >= count for r in self.replayed]
-        self._restore(whole)
-        gone = [count if done else 0 for done in whole]
+        gone = [count if r >= count else 0 for r in self.replayed]
+        self._take(gone, count)
         at_BT = torch.arange(self.ids.shape[1], device=device) + to_device(gone, device)[:, None]
         self.ids = self.ids.gather(1, at_BT.clamp(max=self.ids.shape[1] - 1))
         self.replayed = [r - n for r, n in zip(self.replayed, gone)]
@@ -193,6 +209,31 @@ class RecurrentStateCheckpoints:
                 ids[len(self.replayed) :, :held] = other.ids[take, :held]
             self.ids = ids
         self.replayed = self.replayed + [other.replayed[b] for b in take]
+
+
+class ShortChunks(ModuleHooks):
+    """A context in which torch's gated delta rule takes the `width` tokens of a row for a chunk. Otherwise it fills
+    every row up to `CHUNK` tokens, which makes the paths of a tree expensive.
+    """
+
+    def __init__(self, modules: dict[int, nn.Module], width: int, device: torch.device):
+        super().__init__()
+        short = device.type == "cpu" and 1 < width < CHUNK
+        self.modules = [module for module in modules.values() if short and _takes_chunk_size(type(module).forward)]
+        self.width = width
+
+    def _put_up(self) -> list[RemovableHandle]:
+        return [module.register_forward_pre_hook(self._entering, with_kwargs=True) for module in self.modules]
+
+    def _entering(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
+        return (args, {**kwargs, "chunk_size": self.width}) if self.calling and kwargs is not None else None
+
+
+@functools.cache
+def _takes_chunk_size(forward: Callable) -> bool:
+    """Whether a module's pass hands its keyword arguments on to torch's gated delta rule."""
+    rule = inspect.unwrap(forward).__globals__.get("torch_chunk_gated_delta_rule")
+    return rule is not None and "chunk_size" in inspect.signature(rule).parameters
 
 
 class PathRows(ModuleHooks):
@@ -271,12 +312,27 @@ class PathRows(ModuleHooks):
         return gather_rows(found_BXd, self.given.to(found_BXd.device))
 
     def keep(self, whole_B: Tensor, last_B: Tensor) -> None:
-        """Give rows the states at the end of the path that has their last node."""
-        first_B = torch.arange(len(self.given), device=self.given.device)[:, None] * self.paths
-        path_B = (first_B + self.given.gather(1, last_B[:, None]) // self.width)[:, 0]
+        """Give rows the states at the end of the path that has their last node, or the window there."""
+        place_B = self.given.gather(1, last_B[:, None])[:, 0]
+        path_B = torch.arange(len(place_B), device=place_B.device) * self.paths + place_B // self.width
         for states, i, after in self._ends:
-            whole = whole_B.to(after.device).view(-1, *[1] * (after.dim() - 1))
-            states[i] = torch.where(whole, after[path_B.to(after.device)], states[i])
+            device, size = after.device, states[i].shape[-1]
+            found = after[path_B.to(device)]
+            if found.shape[-1] > size:
+                found = _window(found, (place_B % self.width + 1).to(device), size)
+            whole = whole_B.to(device).view(-1, *[1] * (after.dim() - 1))
+            states[i] = torch.where(whole, found, states[i])
+
+
+def _records_windows(layer: Any) -> bool:
+    """Whether the states of a layer are windows of a convolution alone, and the layer can keep all of a pass."""
+    return hasattr(layer, "record_past") and all(state is None for state in layer.recurrent_states.values())
+
+
+def _window(windows_BCT: Tensor, taken_B: Tensor, size: int) -> Tensor:
+    """Of the windows of a pass, one behind the other, that behind so many of its tokens: (B, C, size)."""
+    at_BK = taken_B[:, None] + torch.arange(size, device=taken_B.device)
+    return windows_BCT.gather(2, at_BK[:, None].expand(-1, windows_BCT.shape[1], -1))
 
 
 def path_rows(tree: Tree) -> tuple[Tensor, Tensor]:

@@ -5,9 +5,11 @@ Layer k of transformers' predicts the token k + 2 places ahead from the hidden s
 target's last one for k = 0) and the token k + 1 places ahead, with keys and values of its own at every position.
 transformers drives them at batch size 1; here these are slots, so that rows may be ragged. The last positions of a
 round are read with drafted tokens ahead of them, so as many as there are layers behind the first are read again in the
-next one. A layer that repeats reads what was accepted once, and then its own states and drafts, a place a level.
+next one. A layer that repeats reads what was accepted once, and then its own states and drafts, a place a level; so it
+can also grow trees.
 
-Shapes: B rows, C elements of a round, n layers, S slots, d hidden size, P axes of M-RoPE.
+Shapes: B rows, C elements of a round, n layers, S slots, d hidden size, P axes of M-RoPE, W nodes of a tree's level, M
+nodes of it and of the levels above, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,41 +22,57 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from visspec.cache import additive, gather_rows, to_device
+from visspec.cache import additive, gather_rows, to_device, visibility
 from visspec.io.checkpoint import check_whole
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.target import LAST
 from visspec.models.drafting.memory import PendingInputs, accepted_nodes, next_tokens, prompt_first
-from visspec.models.drafting.structure import Chain
-from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
+from visspec.models.drafting.static_tree import MOST_CHILDREN
+from visspec.models.drafting.structure import Chain, StructuredDrafter, ranking
+from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
 ATTENDING = {"full_attention", "sliding_attention"}
 LEVELS, MOST = 3, 64  # of a layer that repeats, if not said otherwise, and at most
 
 
-class MultiToken(Drafter):
+class MultiToken(StructuredDrafter):
     """Chains of as many levels as the checkpoint has layers, or of `levels` (3) where one layer is there for all.
 
+    One layer for all also grows trees of at most `nodes` nodes, for a `width` above 1 (EAGLE-2) or as `shaped` says.
     heads: a loaded `MtpModel` or `MtpLayer`; None reads the checkpoint of the model when a setup is built. Raises
     ValueError for a model without them.
     """
 
     traits = DrafterTraits(levels=1, feature_layers=LAST, joins=True)
 
-    def __init__(self, heads: MtpModel | mtp_layer.MtpLayer | None = None, levels: int | None = None):
+    def __init__(
+        self,
+        heads: MtpModel | mtp_layer.MtpLayer | None = None,
+        levels: int | None = None,
+        *,
+        width: int = 1,
+        nodes: int = 16,
+    ):
         if levels is not None:
             check_whole("levels", levels, high=MOST)
+        check_whole("width", width, high=MOST_CHILDREN)
+        check_whole("nodes", nodes, high=MAX_NODES - 1)
         self.heads: Any = None
-        self.window, self.levels = 0, levels
+        self.window, self.asked, self.width, self.nodes = 0, levels, width, nodes
         if heads is not None:
             self._take(heads)
 
     def attach(self, target: PreTrainedModel) -> None:
-        if self.heads is not None:
-            if self.repeats:  # it is not the model's, and does not move with it
-                self.heads.to(device=target.device, dtype=target.dtype)
-            return
+        if self.heads is None:
+            self._take(self._read(target))
+        elif self.repeats:  # it is not the model's, and does not move with it
+            self.heads.to(device=target.device, dtype=target.dtype)
+        if self.width > 1 and not self.repeats:
+            raise ValueError(f"width: got {self.width}, but a checkpoint with a layer for each level drafts chains.")
+
+    def _read(self, target: PreTrainedModel) -> MtpModel | mtp_layer.MtpLayer:
+        """The layers in the checkpoint of a model."""
         config = target.config.get_text_config() if isinstance(target, nn.Module) else None
         if not getattr(config, "num_mtp_layers", None):
             if config is None or mtp_layer.folder_of(target) is None:
@@ -62,9 +80,9 @@ class MultiToken(Drafter):
                     f"drafter: got {type(target).__name__}, expected a model with layers that predict several tokens"
                     " (num_mtp_layers, or mtp.* in the files it was read from)"
                 )
-            return self._take(mtp_layer.load_layer(target))
+            return mtp_layer.load_layer(target)
         try:
-            self._take(MtpModel.from_pretrained(target, device_map={"": target.device}).eval())
+            return MtpModel.from_pretrained(target, device_map={"": target.device}).eval()
         except (OSError, RuntimeError) as error:
             said = str(error).split("\n")[0].replace(". ", ", ").rstrip(".")
             raise ValueError(f"drafter: no weights of such layers beside those of the model ({said})") from error
@@ -78,10 +96,11 @@ class MultiToken(Drafter):
         self.heads = copy.copy(heads)  # shares all weights; takes masks as they are
         self.heads.create_masks_for_mtp_layer = lambda *_, **__: {}  # theirs is for one row
         self.repeats = getattr(heads, "repeats", False)
-        self.count = (self.levels or LEVELS) if self.repeats else heads.num_mtp_layers
-        if not self.repeats and self.levels not in (None, self.count):
-            raise ValueError(f"levels: got {self.levels}, expected {self.count}, the layers of the checkpoint")
-        self.traits = DrafterTraits(levels=self.count, feature_layers=LAST, embeddings=self.repeats, joins=True)
+        asked = self.asked or (len(self.paths[-1]) if self.paths else None)
+        self.count = (asked or LEVELS) if self.repeats else heads.num_mtp_layers
+        if not self.repeats and self.asked not in (None, self.count):
+            raise ValueError(f"levels: got {self.asked}, expected {self.count}, the layers of the checkpoint")
+        self.traits = DrafterTraits(self.count, LAST, embeddings=self.repeats, trees=self.width > 1, joins=True)
 
     def start(self, state: State, scores: Scores) -> None:
         assert scores.features is not None
@@ -102,6 +121,8 @@ class MultiToken(Drafter):
             state.memory.turn(prompt_first(ids_BL, places, real_BL)[1], counts)
 
     def propose(self, state: State, depth: int) -> Draft:
+        if self.structure(state).width > 1:
+            return self._tree(state, self.levels(state, min(depth, self.traits.levels)))
         chain = Chain(state)
         self._round(state.memory, chain, min(depth, self.count) if self.repeats else self.count)
         state.calls["draft_pass"] += len(chain.tokens)
@@ -129,6 +150,51 @@ class MultiToken(Drafter):
         slots.lengths = before
         again = int(chain is None) if self.repeats else max(self.count - 1, int(chain is None))
         memory.keep(read_BCd, hidden_BCd, counts, again)
+
+    def _tree(self, state: State, depth: int) -> Draft:
+        """Reads what was accepted since the last round, and grows a tree. Its levels are written behind all that is
+        read for good, and are written over in the next round.
+        """
+        memory: _Heads = state.memory
+        read_BCd, hidden_BCd, counts = memory.pop_pending()
+        last_B1 = to_device(counts, read_BCd.device)[:, None] - 1
+        above_BWd = gather_rows(self._layer(memory, 0, read_BCd, hidden_BCd), last_B1)
+        memory.keep(read_BCd, hidden_BCd, counts, 0)
+        tree_builder = self.tree_builder(state, depth)
+        seen_BWM: Tensor | None = None
+        for level in range(depth):
+            logits_BWV = self.heads._project_to_logits(above_BWd)
+            token_BW, parent_BW = tree_builder.grow(ranking(logits_BWV, state, level))
+            if level + 1 == depth:
+                break
+            rows, width = token_BW.shape
+            own = torch.eye(width, dtype=torch.bool, device=token_BW.device).expand(rows, width, width)
+            seen_BWM = own if seen_BWM is None else torch.cat([gather_rows(seen_BWM, parent_BW), own], dim=2)
+            ahead_BWd = self.heads.embed_tokens(token_BW).to(above_BWd)
+            above_BWd = self._level(memory, level, ahead_BWd, gather_rows(above_BWd, parent_BW), seen_BWM)
+        state.calls["draft_pass"] += depth
+        return tree_builder.finish(self.structure(state).nodes)
+
+    def _level(self, memory: _Heads, level: int, ahead_BWd: Tensor, above_BWd: Tensor, seen_BWM: Tensor) -> Tensor:
+        """The layer that repeats over a level of a tree, whose nodes are in one place and see what is above them."""
+        slots, lengths, device = memory.cache.slots, memory.cache.slots.lengths, seen_BWM.device
+        width, drafted = seen_BWM.shape[1:]
+        slots.lengths = [n + drafted - width for n in lengths]
+        extent = slots.open(width, device)
+        slots.lengths = lengths
+        mask_BWS = visibility(seen_BWM, lengths, None, extent)
+        if self.window:  # longer than any draft
+            first_B11 = to_device(lengths, device)[:, None, None] + level - self.window
+            mask_BWS &= torch.arange(extent, device=device) > first_B11
+        places = memory.positions(1, device, [n + level for n in lengths]) + 1
+        return self.heads.forward_layer(
+            0,
+            above_BWd,
+            places.expand(*places.shape[:-1], width),
+            memory.cache,
+            inputs_embeds=ahead_BWd,
+            attention_mask=additive(mask_BWS, above_BWd.dtype)[:, None],
+        )
 
     def _layer(self, memory: _Heads, layer: int, ahead_BCd: Tensor, above_BCd: Tensor) -> Tensor:
         """A layer over the next elements, written behind those that are read for good."""

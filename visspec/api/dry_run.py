@@ -80,8 +80,8 @@ def measure(
         trainer.update(lessons)  # creates the optimiser's state
         step_bytes, step_s = peak_above(model.device, lambda: seconds_of(steps, wait)[0] / STEPS)
     run_s = options.steps * step_s + requests * answers_s * whole["depth"] / whole["layers"]
-    found = {"parameters": count, "drafter_bytes": count * BYTES, "group_bytes": recorded * options.group}
-    return whole | found | {"step_bytes": step_bytes, "step_s": step_s, "answers_s": answers_s, "run_s": run_s}
+    figures = {"parameters": count, "drafter_bytes": count * BYTES, "group_bytes": recorded * options.group}
+    return whole | figures | {"step_bytes": step_bytes, "step_s": step_s, "answers_s": answers_s, "run_s": run_s}
 
 
 def describe(figures: dict[str, Any], options: TrainingOptions, device: str) -> str:

@@ -118,12 +118,12 @@ class ImagePipeline:
         self._jobs: list[ImageJob] = []  # of running calls
         self._renew()
         if preset is not None:
-            found = registry.preset(preset, self.family.draws, model)
-            drafter = found.drafter if isinstance(drafter, EllipsisType) else drafter
-            acceptance, self.order = acceptance or found.acceptance, order or found.order
-            self.levels = levels or found.levels
-            if found.parts:
-                self.parts = found.parts | self.parts
+            published = registry.preset(preset, self.family.draws, model)
+            drafter = published.drafter if isinstance(drafter, EllipsisType) else drafter
+            acceptance, self.order = acceptance or published.acceptance, order or published.order
+            self.levels = levels or published.levels
+            if published.parts:
+                self.parts = published.parts | self.parts
                 self._renew()
         self.drafter: DrafterSpec = self.family.default_drafter if isinstance(drafter, EllipsisType) else drafter
         self.acceptance = acceptance if acceptance is not None else self.family.default_rule
@@ -291,11 +291,13 @@ class ImagePipeline:
     def _parts(self, request: ImageRequest) -> Iterator[ImageOutput]:
         if request.preset is None:
             return self._drawn(request)
-        found = registry.preset(request.preset, self.family.draws, self.model)
+        preset = registry.preset(request.preset, self.family.draws, self.model)
         method: dict[str, Any] = {
-            name: value for name, value in found.method.items() if (own := getattr(request, name)) is None or own is ...
+            name: value
+            for name, value in preset.method.items()
+            if (own := getattr(request, name)) is None or own is ...
         }
-        return self.with_parts(found.parts)._drawn(replace(request, preset=None, **method))
+        return self.with_parts(preset.parts)._drawn(replace(request, preset=None, **method))
 
     @torch.inference_mode()
     def _drawn(self, request: ImageRequest) -> Iterator[ImageOutput]:
@@ -324,7 +326,7 @@ class ImagePipeline:
         sampling = self.sampling(request.guidance_scale, request.temperature, request.top_k, request.top_p)
         layout = family.layout(request.height, request.width)
         if family.no_pixels and request.output_type != "latent":
-            raise ValueError(f"output_type: got {request.output_type!r}, expected 'latent': {family.no_pixels}")
+            raise ValueError(f"output_type: got {request.output_type!r}, expected 'latent': {family.no_pixels}.")
         negatives = image_call.negatives_of(request.negative_prompt, texts, sampling.guidance, family)
         order = self.order if request.order is None else request.order
         drafter = self.drafter if request.drafter is ... else request.drafter
@@ -378,13 +380,13 @@ class ImagePipeline:
                 target.fix_widths()
             return target
 
-        found = registry.order(self.family.default_order if order is None else order)
+        chosen_order = registry.order(self.family.default_order if order is None else order)
         setup = build_setup(
             *self._drafter(drafter),
             rule,
             self.family,
             make_target,
-            order=found,
+            order=chosen_order,
             levels=self.levels,
             length=length,
             compile=self.compile,
@@ -392,14 +394,14 @@ class ImagePipeline:
             debug=self.debug,
         )
         if self.batch_invariant and not setup.order.raster:
-            raise ValueError(f"batch_invariant: got the order {setup.order.name}, expected raster")
+            raise ValueError(f"batch_invariant: got the order {setup.order.name}, expected raster.")
         return setup
 
     def _drafter(self, spec) -> tuple[Any, str]:
         if isinstance(spec, nn.Module):
             raise ValueError(
                 f"drafter: got a {type(spec).__name__}, expected a drafter or its name; a smaller image model drafts as"
-                " 'lowres:model=FOLDER'"
+                " 'lowres:model=FOLDER'."
             )
         if not isinstance(spec, str) or spec.partition(":")[0] != "lowres":
             return registry.drafter(spec, self.model, self.family)
@@ -407,7 +409,7 @@ class ImagePipeline:
         dtype = str(self.model.dtype).removeprefix("torch.")  # dtypes must match to compare codebooks
         own = options.pop("model", included.made_for("lowres", self.model))
         if own is None:
-            raise ValueError(f"drafter: none is included for {spec!r} here, expected lowres:model=FOLDER")
+            raise ValueError(f"drafter: none is included for {spec!r} here, expected lowres:model=FOLDER.")
         sibling = load_image_model(own, device=str(self.device), dtype=dtype)
         if "upsample" in options:
             upsampler = str(options["upsample"])

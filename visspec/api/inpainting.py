@@ -63,10 +63,10 @@ def picture_of(
     for name, given, other in (("image", image, mask), ("mask_image", mask, image)):
         if given is not None and family.draws != "any order":
             kind = type(given).__name__
-            raise ValueError(f"{name}: got one ({kind}), but {family.name} only draws from texts")
+            raise ValueError(f"{name}: got one ({kind}), but {family.name} only draws from texts.")
         if given is not None and other is None:
             missing = "mask_image" if name == "image" else "image"
-            raise ValueError(f"{missing}: got None. Inpainting needs both a picture and a mask")
+            raise ValueError(f"{missing}: got None. Inpainting needs both a picture and a mask.")
     if image is None or mask is None:
         return None
     height, width = family.pixel_size()
@@ -74,7 +74,7 @@ def picture_of(
     masks = [_white(item, (height, width)) for item in _items(mask, _one_mask)]
     for name, found in (("image", len(each)), ("mask_image", len(masks))):
         if found not in (1, prompts):
-            raise ValueError(f"{name}: got {found}, expected one or {prompts}, one for each prompt")
+            raise ValueError(f"{name}: got {found}, expected one or {prompts}, one for each prompt.")
     white = torch.stack(masks)
     rows, columns = layout.grid
     again = F.max_pool2d(white.float(), (height // rows, width // columns)).flatten(1) > 0
@@ -118,35 +118,35 @@ def _pixels(item: Picture, size: tuple[int, int], layout: ImageLayout, family: F
     if isinstance(item, Tensor) and item.dtype == torch.long:
         codes = item.detach().cpu().flatten()
         if len(codes) != layout.grid[0] * layout.grid[1] or not bool(((codes >= 0) & (codes < family.codes)).all()):
-            raise ValueError(f"image: got codes {tuple(item.shape)}, expected {layout.grid} below {family.codes}")
+            raise ValueError(f"image: got codes {tuple(item.shape)}, expected {layout.grid} below {family.codes}.")
         return codes
-    found = _tensor("image", item)
-    if isinstance(item, np.ndarray) and found.dim() == 3:
-        found = found.permute(2, 0, 1)
-    if found.dim() != 3 or found.shape[0] != 3:
-        raise ValueError(f"image: got shape {tuple(item.shape)} of {item.dtype}, expected {FROM}")
-    if tuple(found.shape[1:]) != size:
-        wanted = f"{size[0]} x {size[1]}, that of the model's images"
-        raise ValueError(f"image: got a size of {found.shape[1]} x {found.shape[2]}, expected {wanted}")
-    if not 0 <= float(found.min()) <= float(found.max()) <= 1:
-        raise ValueError(f"image: got numbers from {found.min():.3g} to {found.max():.3g}, expected 0 to 1")
-    return found
+    pixels = _tensor("image", item)
+    if isinstance(item, np.ndarray) and pixels.dim() == 3:
+        pixels = pixels.permute(2, 0, 1)
+    if pixels.dim() != 3 or pixels.shape[0] != 3:
+        raise ValueError(f"image: got shape {tuple(item.shape)} of {item.dtype}, expected {FROM}.")
+    if tuple(pixels.shape[1:]) != size:
+        expected = f"{size[0]} x {size[1]}, that of the model's images"
+        raise ValueError(f"image: got a size of {pixels.shape[1]} x {pixels.shape[2]}, expected {expected}.")
+    if not 0 <= float(pixels.min()) <= float(pixels.max()) <= 1:
+        raise ValueError(f"image: got numbers from {pixels.min():.3g} to {pixels.max():.3g}, expected 0 to 1.")
+    return pixels
 
 
 def _tensor(name: str, item: Picture) -> Tensor:
     if not isinstance(item, (np.ndarray, Tensor)):
-        raise ValueError(f"{name}: got a {type(item).__name__}, expected {FROM}")
-    found = torch.from_numpy(np.array(item)) if isinstance(item, np.ndarray) else item.detach().cpu()
-    return found / 255 if found.dtype == torch.uint8 else found.float()
+        raise ValueError(f"{name}: got a {type(item).__name__}, expected {FROM}.")
+    values = torch.from_numpy(np.array(item)) if isinstance(item, np.ndarray) else item.detach().cpu()
+    return values / 255 if values.dtype == torch.uint8 else values.float()
 
 
 def _white(item: Picture, size: tuple[int, int]) -> Tensor:
     if isinstance(item, Image.Image):
         item = np.asarray(item.convert("L"))
-    found = _tensor("mask_image", item)
-    if found.dim() == 3 and 1 in (found.shape[0], found.shape[-1]):
-        found = found.squeeze(0 if found.shape[0] == 1 else -1)
-    if tuple(found.shape) != size:
-        wanted = f"{size[0]} x {size[1]}, that of the image"
-        raise ValueError(f"mask_image: got a size of {' x '.join(map(str, found.shape))}, expected {wanted}")
-    return (found >= WHITE)[None]
+    values = _tensor("mask_image", item)
+    if values.dim() == 3 and 1 in (values.shape[0], values.shape[-1]):
+        values = values.squeeze(0 if values.shape[0] == 1 else -1)
+    if tuple(values.shape) != size:
+        expected = f"{size[0]} x {size[1]}, that of the image"
+        raise ValueError(f"mask_image: got a size of {' x '.join(map(str, values.shape))}, expected {expected}.")
+    return (values >= WHITE)[None]

@@ -52,10 +52,10 @@ class RecordStream(Iterator[Record]):
 
 def records(sources: Sequence[str | Path]) -> RecordStream:
     """Return the records of all sources, in order. Raises ValueError if a source is missing, empty or unreadable."""
-    found = [reader(str(source)) for source in sources]
-    totals = [total for _, total in found if total is not None]
-    total = sum(totals) if len(totals) == len(found) else None
-    return RecordStream((record for read, _ in found for record in read()), total)
+    readers = [reader(str(source)) for source in sources]
+    totals = [total for _, total in readers if total is not None]
+    total = sum(totals) if len(totals) == len(readers) else None
+    return RecordStream((record for read, _ in readers for record in read()), total)
 
 
 def is_plain(source: str | Path) -> bool:
@@ -92,7 +92,7 @@ def reader(source: str) -> tuple[Reader, int | None]:
     if read is None:
         return _files([path])
     if not path.is_file():
-        raise ValueError(f"{source}: got no such file")
+        raise ValueError(f"{source}: got no such file.")
     if read is of_parquet:
         need("pyarrow", source)
     return lambda: _to_the_end(source, read(path)), _rows(path)
@@ -166,14 +166,14 @@ def _files(
     paths: Iterable[Path], unlisted: Iterable[OSError] = (), source: str = "", unread: Mapping[str, int] | None = None
 ) -> tuple[Reader, int]:
     depth = len(Path(source).parts) if Path(source).is_dir() else None  # depth of the subfolder in a file's path
-    found = [Record(str(p), p, category=p.parts[depth] if depth and len(p.parts) > depth + 1 else "") for p in paths]
+    records = [Record(str(p), p, category=p.parts[depth] if depth and len(p.parts) > depth + 1 else "") for p in paths]
     for error in unlisted:
         folder, why = str(Path(error.filename)), f"can't list this folder ({error.strerror})"
-        found.append(Record(folder, error=f"{folder}: {why}"))
+        records.append(Record(folder, error=f"{folder}: {why}"))
     for kind, count in (unread or {}).items():
-        said = f"{source}: {count} {kind} files can't be read and are skipped. Convert them to PNG or JPEG."
-        found.append(Record(f"{source}/*{kind}", error=said, passed_over=True))
-    return lambda: iter(found), len(found)
+        message = f"{source}: {count} {kind} files can't be read and are skipped. Convert them to PNG or JPEG."
+        records.append(Record(f"{source}/*{kind}", error=message, passed_over=True))
+    return lambda: iter(records), len(records)
 
 
 def of_entry(entry: object, fallback: str, folder: Path) -> Record:
@@ -234,7 +234,7 @@ def of_tar(path: Path) -> Iterator[Record]:
     """Read a shard in the layout of webdataset. Adjacent files of one name form a record: NAME.jpg with its prompt in
     NAME.json or NAME.prompt. A name ends at the first dot after the last slash; the record's id is PATH/NAME.
     """
-    name, found = None, dict[str, Any]()
+    name, parts = None, dict[str, Any]()
     with tarfile.open(path, "r:") as shard:
         for member in shard:
             folder, _, last = member.name.rpartition("/")
@@ -244,20 +244,20 @@ def of_tar(path: Path) -> Iterator[Record]:
                 continue
             key = f"{folder}/{stem}" if folder else stem
             if key != name and name is not None:
-                yield _of_member(path, name, found)
-                found = {}
+                yield _of_member(path, name, parts)
+                parts = {}
             name = key
             if kind not in PARTS:
                 continue
             if (file := _opened(shard, member)) is None:
-                found["error"] = f"{member.name}, which is neither a file nor a link to one in the archive"
+                parts["error"] = f"{member.name}, which is neither a file nor a link to one in the archive"
             elif (size := file.seek(0, os.SEEK_END)) > LARGEST:
-                found["error"] = f"{member.name} of {size} bytes, expected at most {LARGEST}"
+                parts["error"] = f"{member.name} of {size} bytes, expected at most {LARGEST}"
             else:
                 file.seek(0)
-                found[kind] = file.read()
+                parts[kind] = file.read()
     if name is not None:
-        yield _of_member(path, name, found)
+        yield _of_member(path, name, parts)
 
 
 def _opened(shard: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None:
@@ -291,8 +291,8 @@ def open_dataset(source: str, streaming: bool) -> Any:
     name, _, split = source.removeprefix(DATASET).partition(":")
     if source.startswith(DATASET) and not Path(name).exists():
         return datasets.load_dataset(name, split=split or "train", streaming=streaming)
-    found = datasets.load_from_disk(name)
-    return found[split or "train"] if isinstance(found, datasets.DatasetDict) else found
+    dataset = datasets.load_from_disk(name)
+    return dataset[split or "train"] if isinstance(dataset, datasets.DatasetDict) else dataset
 
 
 def of_dataset(source: str) -> Iterator[Record]:
@@ -307,7 +307,7 @@ def of_dataset(source: str) -> Iterator[Record]:
 def prompts(path: Path) -> Iterator[Record]:
     """Read prompts from JSON lines of {prompt, id} or from lines of text. Raises ValueError as `records`."""
     if not path.is_file():
-        raise ValueError(f"{path}: got no such file")
+        raise ValueError(f"{path}: got no such file.")
     return (_of_prompt(name, line, path.suffix.lower() == ".jsonl") for name, line in _lines(path))
 
 

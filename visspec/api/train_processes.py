@@ -19,15 +19,15 @@ def workers(parallel: str | None, device: str) -> SingleProcess:
     for anything else.
     """
     if parallel not in (None, "ddp", "fsdp"):
-        raise ValueError(f"parallel: got {parallel!r}, expected ddp or fsdp")
+        raise ValueError(f"parallel: got {parallel!r}, expected ddp or fsdp.")
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if device == "tp":  # they share one target, so all of them train the same drafter on the same answers
         if parallel is not None:
-            raise ValueError(f"parallel: got {parallel} with device tp, expected one of the two")
+            raise ValueError(f"parallel: got {parallel} with device tp, expected one of the two.")
         return SingleProcess(int(os.environ.get("RANK", "0")))  # only the first process writes
     if world == 1:
         if parallel is not None:
-            raise ValueError(f"parallel: got {parallel} in one process, expected several (torchrun)")
+            raise ValueError(f"parallel: got {parallel} in one process, expected several (torchrun).")
         return SingleProcess()
     need("accelerate", f"{world} processes", EXTRA)
     return Workers(parallel == "fsdp", device)

@@ -58,11 +58,11 @@ class Records:
 
 def of_files(source: str, ignore: Collection[str]) -> Records:
     """Read images and videos of a folder, a glob, or one file."""
-    found = [record for record in sources.records([source]) if not record.passed_over]
-    for record in found:
+    files = [record for record in sources.records([source]) if not record.passed_over]
+    for record in files:
         if record.error is not None:
             raise ValueError(record.error)
-    names = [str(record.image) for record in found]
+    names = [str(record.image) for record in files]
 
     def read(number: int) -> Entry:
         return {"video" if Path(names[number]).suffix.lower() in SUFFIXES else "image": names[number]}
@@ -183,9 +183,9 @@ def of_dataset(source: str, ignore: Collection[str]) -> Records:
     """Read a data set of the library `datasets`, which maps its files into memory: hf:NAME[:SPLIT] (default: train; it
     is downloaded whole), or a folder written by `save_to_disk`.
     """
-    found = sources.open_dataset(source, streaming=False)
-    rows = found.with_format("arrow")  # does not decode images
-    return Records(len(found), lambda n: rows[n : n + 1].to_pylist()[0], partial(row_name, source))
+    dataset = sources.open_dataset(source, streaming=False)
+    rows = dataset.with_format("arrow")  # does not decode images
+    return Records(len(dataset), lambda n: rows[n : n + 1].to_pylist()[0], partial(row_name, source))
 
 
 def row_name(source: str, number: int) -> str:
@@ -200,12 +200,12 @@ def records_of(data: str, ignore: Collection[str] = ()) -> Records:
     if kind is None and not path.exists() and sources.is_plain(data):
         raise ValueError(f"data: {path} is neither a folder nor a file, expected a folder of images or a JSONL file")
     try:
-        found = (of_dataset if sources.is_dataset(data) else kind or of_files)(data, ignore)
+        records = (of_dataset if sources.is_dataset(data) else kind or of_files)(data, ignore)
     except (ValueError, OSError, tarfile.TarError) as error:
         raise ValueError(f"data: {path}: {str(error).splitlines()[0]}") from None
-    if not found.count:
+    if not records.count:
         raise ValueError(f"data: {path} holds no line, expected JSONL of {{image, prompt}}")
-    return found
+    return records
 
 
 # --- items ------------------------------------------------------------------------------------------------------------
@@ -292,14 +292,14 @@ def name_of(media: Media) -> str | int:
 def read_media(media: Media, max_pixels: int | None = None) -> Image.Image | Clip:
     """Read a picture or a video's frames, scaled down to `max_pixels`. Raises ValueError or OSError if it can't."""
     if isinstance(media, Path):
-        found = open_media(media)
+        opened = open_media(media)
     else:
-        found = read_image(media.read() if isinstance(media, ArchiveMember) else media, "data", MAX_PIXELS)
+        opened = read_image(media.read() if isinstance(media, ArchiveMember) else media, "data", MAX_PIXELS)
     if max_pixels is None:
-        return found
-    if isinstance(found, Clip):
-        return replace(found, frames=[shrink(frame, max_pixels) for frame in found.frames])
-    return shrink(found, max_pixels)
+        return opened
+    if isinstance(opened, Clip):
+        return replace(opened, frames=[shrink(frame, max_pixels) for frame in opened.frames])
+    return shrink(opened, max_pixels)
 
 
 def shrink(image: Image.Image, max_pixels: int) -> Image.Image:

@@ -113,10 +113,10 @@ def run(arguments: Options) -> None:
 
 def read_prompts(file: Path, count: int) -> list[str]:
     """Return the first `count` prompts of a file. Raises ValueError if there are none."""
-    found = [record.prompt for record in sources.prompts(file) if record.prompt][:count]
-    if not found:
+    prompts = [record.prompt for record in sources.prompts(file) if record.prompt][:count]
+    if not prompts:
         raise ValueError(f"--prompts: {file} has no prompt, expected one per line.")
-    return found
+    return prompts
 
 
 def parse_method(method: str, draws: str, model: PreTrainedModel | None = None) -> tuple[str, str]:
@@ -125,21 +125,21 @@ def parse_method(method: str, draws: str, model: PreTrainedModel | None = None) 
     if not equals:
         return Path(name).stem, str(registry.preset(name, draws, model))
     if "/" not in pair:
-        raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance[/order]")
+        raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance[/order].")
     return name, pair
 
 
 def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
     """Return the presets that fit this model, and report why others don't."""
-    found = {}
+    selection = {}
     for name, method in methods.items():
         try:
             pipe.setup(**as_arguments(method))
         except ValueError as error:
             print(f"left out: {name} ({error})")
         else:
-            found[name] = method
-    return found
+            selection[name] = method
+    return selection
 
 
 def check_methods(pipe: ImagePipeline, methods: Mapping[str, str]) -> None:

@@ -62,18 +62,18 @@ def run(arguments: Options) -> None:
     model, tokenizer = loading.load(arguments.model, **arguments.hardware)
     record = bench_text(model, tokenizer, prompts, arguments, arguments.drafter or ["auto"])
     title = f"{len(prompts)} prompts, {arguments.max_new_tokens} tokens, temperature {arguments.temperature}"
-    said = filter(None, (bench.choice_in_words(record), bench.stream_in_words(record, "prompts")))
-    arguments.end(record, table(title, record["rows"], COLUMNS, "\n".join(said), ["prompts"]))
+    sentences = filter(None, (bench.choice_in_words(record), bench.stream_in_words(record, "prompts")))
+    arguments.end(record, table(title, record["rows"], COLUMNS, "\n".join(sentences), ["prompts"]))
 
 
 def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]:
     """Return the prompts of a file, or of a split of the package's. Raises ValueError if a line has none."""
     with naming(path or PROMPTS):
         lines = [line for line in (path or PROMPTS).read_text(encoding="utf-8").splitlines() if line.strip()]
-    found = []
+    prompts = []
     for number, line in enumerate(lines, 1):
         if not line.startswith("{"):
-            found.append(TextPrompt(line, ""))
+            prompts.append(TextPrompt(line, ""))
             continue
         try:
             row = json.loads(line)
@@ -81,10 +81,10 @@ def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]
         except (ValueError, KeyError):
             raise ValueError(f"{path}, line {number}: expected a JSON object with the key 'prompt'.") from None
         if path is not None or row["split"] == split:
-            found.append(TextPrompt(str(text), kind))
-    if not found:
+            prompts.append(TextPrompt(str(text), kind))
+    if not prompts:
         raise ValueError(f"{path} has no prompts.")
-    return found
+    return prompts
 
 
 def bench_text(

@@ -75,7 +75,7 @@ def run(arguments: Options) -> int | None:
     about = {name: getattr(pipe, name) for name in CHOSEN} | {"provenance": provenance(pipe.model)}
     single = is_picture(arguments.out)
     if single and len(texts) * arguments.n > 1:
-        raise ValueError(f"--out: got {arguments.out} for {len(texts) * arguments.n} pictures, expected a folder")
+        raise ValueError(f"--out: got {arguments.out} for {len(texts) * arguments.n} pictures, expected a folder.")
     first = 0 if single else first_number(arguments.out)
     results: list[dict[str, Any]] = []
     complete = False
@@ -92,8 +92,8 @@ def run(arguments: Options) -> int | None:
                 passes = int(part.passes[i].max()) + 1
                 row = {"path": str(path), "prompt": part.prompts[i], "seed": part.seeds[i], "nfe": passes}
                 results.append(row | {name: getattr(part.stats[0], name) for name in MEASURED})
-                found = f"seed {part.seeds[i]}, {passes} passes for {part.tokens[i].numel()} tokens"
-                print(f"{path}: {part.prompts[i]} ({found})", flush=True)
+                line = f"seed {part.seeds[i]}, {passes} passes for {part.tokens[i].numel()} tokens"
+                print(f"{path}: {part.prompts[i]} ({line})", flush=True)
             if arguments.stats:
                 print(part.stats[0])
         complete = True
@@ -110,10 +110,10 @@ def read_prompts(arguments: Options) -> list[str]:
     """Return the prompts. Raises ValueError if there is none, or a line has none."""
     from visspec.api import sources
 
-    found = [*arguments.prompt, *([] if arguments.prompts is None else sources.texts(arguments.prompts))]
-    if not found:
-        raise ValueError("prompt: got none, expected at least one")
-    return found
+    prompts = [*arguments.prompt, *([] if arguments.prompts is None else sources.texts(arguments.prompts))]
+    if not prompts:
+        raise ValueError("prompt: got none, expected at least one.")
+    return prompts
 
 
 def read_inpainting(arguments: Options) -> dict[str, Any]:
@@ -122,15 +122,15 @@ def read_inpainting(arguments: Options) -> dict[str, Any]:
 
     if arguments.image is None and arguments.mask is None:
         return {}
-    found = {}
+    pictures = {}
     for name, path, key in (("image", arguments.image, "image"), ("mask", arguments.mask, "mask_image")):
         if path is None:
             both = "both --image and --mask, which is white where to draw"
-            raise ValueError(f"--{name}: got none, expected {both}")
+            raise ValueError(f"--{name}: got none, expected {both}.")
         if not path.exists():
-            raise ValueError(f"--{name}: got {path}, expected an image file")
-        found[key] = path
-    return {key: open_image(path) for key, path in found.items()}
+            raise ValueError(f"--{name}: got {path}, expected an image file.")
+        pictures[key] = path
+    return {key: open_image(path) for key, path in pictures.items()}
 
 
 def pipeline(arguments: Options) -> ImagePipeline:

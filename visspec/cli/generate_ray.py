@@ -32,7 +32,7 @@ def run_ray(arguments: Options) -> int:
         raise ValueError(f"--out: got {arguments.out} with --ray, expected a folder.")
     sources.need("ray", "--ray", distributed.EXTRA)
     if not arguments.prompt and arguments.prompts is None:
-        raise ValueError("prompt: got none, expected at least one")
+        raise ValueError("prompt: got none, expected at least one.")
     if arguments.prompts is not None:
         sources.prompts(arguments.prompts)  # raises if the file does not exist
     drawing = settings(arguments)

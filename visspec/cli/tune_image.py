@@ -41,7 +41,7 @@ def run(arguments: Options) -> None:
     wanted, file = 2 * arguments.count, Path(arguments.prompts or "")
     texts = read_prompts(file, wanted)
     if len(texts) < wanted:
-        raise ValueError(f"--prompts: got {len(texts)} in {file}, expected {wanted} or more (--count)")
+        raise ValueError(f"--prompts: got {len(texts)} in {file}, expected {wanted} or more (--count).")
     record = tune(pipe, texts, fitting(pipe, ways(pipe, arguments.acceptance)), arguments.seed)
     title = f"{record['n_prompts']} prompts measured, {record['n_checked']} checked"
     rows = sorted(record["rows"], key=lambda row: -row["predicted_speedup"])

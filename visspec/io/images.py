@@ -84,12 +84,12 @@ class _TooLarge(Exception):
 def _header(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Iterator[Image.Image]:
     with HEADERS, warnings.catch_warnings():  # warning filters are global
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        found = Image.open(file, formats=FORMATS)
-    with found:
-        width, height = found.size
+        image = Image.open(file, formats=FORMATS)
+    with image:
+        width, height = image.size
         if width * height > max_pixels:
             raise _TooLarge(f"{path} has {width} x {height} pixels, more than the limit of {max_pixels}")
-        yield found
+        yield image
 
 
 def _open(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
@@ -143,8 +143,8 @@ def _visible(folder: Path, lost: list[OSError]) -> Iterator[Path]:
 
 def unread_kinds(files: Path | Iterable[Path]) -> Counter[str]:
     """Count, by suffix, the files of a list or folder that look like images of unsupported formats."""
-    found = _visible(files, []) if isinstance(files, Path) else files
-    return Counter(kind for path in found if (kind := path.suffix.lower()) in UNREAD)
+    paths = _visible(files, []) if isinstance(files, Path) else files
+    return Counter(kind for path in paths if (kind := path.suffix.lower()) in UNREAD)
 
 
 def inside(folder: str | Path, name: str) -> Path:

@@ -145,20 +145,20 @@ class Trainer:
     def training(self) -> Iterator[None]:
         """Disable gradients of the target's modules, and reset the drafter's cached values before and after."""
         frozen = [p for module in self.drafter.borrowed for p in module.parameters()]
-        wanted = [p.requires_grad for p in frozen]
+        required = [p.requires_grad for p in frozen]
         self.drafter.refresh()
         try:
             for p in frozen:
                 p.requires_grad_(False)
             yield
         finally:
-            for p, flag in zip(frozen, wanted):
+            for p, flag in zip(frozen, required):
                 p.requires_grad_(flag)
             self.drafter.refresh()
 
     def _check_accumulate(self) -> None:
         if self.accumulate % self.workers.world:
-            raise ValueError(f"accumulate: got {self.accumulate}, expected a multiple of {self.workers.world}")
+            raise ValueError(f"accumulate: got {self.accumulate}, expected a multiple of {self.workers.world}.")
 
     @property
     def streams(self) -> range:
@@ -182,18 +182,18 @@ class Trainer:
         return [stream[int(orders[-1][place])] for stream in self._group[1]]
 
     def _answers(self, index: int) -> list[list[TrainingBatch]]:
-        plan, found = self.plan, list[list[TrainingBatch]]()
+        plan, streams = self.plan, list[list[TrainingBatch]]()
         count = plan.batches(self.accumulate)
         for stream in self.streams:
             parts: list[TrainingBatch] = []
             for place in range(count):
                 parts += split(self.answers((index * count + place) * self.accumulate + stream), plan.rows)
                 if self.answered is not None:
-                    self.answered(len(found) * count + place + 1, len(self.streams) * count)
+                    self.answered(len(streams) * count + place + 1, len(self.streams) * count)
             if len(parts) != self.parts:
-                raise ValueError(f"batch: got {plan.batch}, expected the rows of a request of `prompts`")
-            found.append(parts)
-        return found
+                raise ValueError(f"batch: got {plan.batch}, expected the rows of a request of `prompts`.")
+            streams.append(parts)
+        return streams
 
     def answers(self, number: int) -> TrainingBatch:
         """Return the target's answers to a request, or the data's own, from the store if it has them."""
@@ -207,7 +207,7 @@ class Trainer:
         """Run one optimiser step. Returns (K + 2,) on the device: the loss, the agreement at each step of the rollout,
         and the number of consecutive updates skipped for non-finite gradients, including this one.
         """
-        plan, found = self.plan, []
+        plan, figures = self.plan, []
         for group in self.optimiser.param_groups:
             group["lr"] = plan.rate_at(self.step)
         self.module.train()
@@ -218,13 +218,13 @@ class Trainer:
                 torch.manual_seed(plan.seed * 1_000_003 + self.step * self.accumulate + stream)
                 loss, agreed = self.module(batch, plan.loss_at(self.step))
             (loss / len(lessons)).backward()
-            found.append(torch.cat([loss.detach()[None], agreed]))
+            figures.append(torch.cat([loss.detach()[None], agreed]))
         norm = whole(nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip))  # equal in every process
         wrong = ~torch.isfinite(norm)
         self.left_out = torch.where(wrong, self.left_out + 1, 0)
         self.optimiser.found_inf = wrong.float()  # type: ignore[attr-defined]  # as a `GradScaler` tells it
         self.optimiser.step()
-        return torch.cat([torch.stack(found).mean(dim=0), self.left_out[None]])
+        return torch.cat([torch.stack(figures).mean(dim=0), self.left_out[None]])
 
     def _read(self, figures: Tensor) -> dict[str, Any]:
         loss, *agreed, left_out = figures.tolist()
@@ -315,10 +315,10 @@ class Trainer:
             return False
         progress, record = read_json(self.folder / RUN, PROGRESS), read_json(saved / DRAFTER, PROVENANCE)
         planned = {**record.get("settings", {}), **progress["plan"]}
-        asked = {**self.provenance.get("settings", {}), **asdict(self.plan)}
-        for name, value in asked.items():
+        settings = {**self.provenance.get("settings", {}), **asdict(self.plan)}
+        for name, value in settings.items():
             if name not in FREE and planned.get(name) != value:
-                raise ValueError(f"resume: got {name} {value!r}, expected {planned.get(name)!r} as in {self.folder}")
+                raise ValueError(f"resume: got {name} {value!r}, expected {planned.get(name)!r} as in {self.folder}.")
         self.accumulate = progress["accumulate"]
         self._check_accumulate()
         with safe_open(saved / OPTIMISER, framework="pt") as file:
