@@ -42,8 +42,8 @@ MOST_BYTES = 1 << 28  # maximum for states at the ends of paths; beyond it, ever
 
 def state_layers(config: PretrainedConfig) -> dict[int, Any]:
     """Create the layers of transformers' own cache that hold a state (some also keys and values), by number."""
-    found = enumerate(DynamicCache(config=config).layers)
-    return {i: layer for i, layer in found if isinstance(layer, LinearAttentionCacheLayerMixin)}
+    layers = enumerate(DynamicCache(config=config).layers)
+    return {i: layer for i, layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)}
 
 
 def states_of(layer: Any) -> list[tuple[dict, int, Tensor | None]]:
@@ -72,8 +72,8 @@ class RecurrentStateCheckpoints:
 
     def _states(self) -> list[tuple[dict, int]]:
         """Return where each tensor is: a dictionary of a layer, and a key."""
-        held = (one for layer in self.layers.values() for one in states_of(layer))
-        return [(states, i) for states, i, state in held if state is not None]
+        entries = (one for layer in self.layers.values() for one in states_of(layer))
+        return [(states, i) for states, i, state in entries if state is not None]
 
     def run(
         self,
@@ -205,8 +205,8 @@ class RecurrentStateCheckpoints:
             width = max(self.replayed)
             ids = self.ids.new_zeros(len(self.replayed) + len(take), max(width, max(other.replayed), 1))
             ids[: len(self.replayed), :width] = self.ids[:, :width]
-            if other.ids is not None and (held := max(other.replayed)):
-                ids[len(self.replayed) :, :held] = other.ids[take, :held]
+            if other.ids is not None and (count := max(other.replayed)):
+                ids[len(self.replayed) :, :count] = other.ids[take, :count]
             self.ids = ids
         self.replayed = self.replayed + [other.replayed[b] for b in take]
 
@@ -289,8 +289,8 @@ class PathRows(ModuleHooks):
             args = (hidden_XDd, *args[1:])
         else:
             kwargs["hidden_states"] = hidden_XDd
-        self._before[id(module)] = held = states_of(self.layers[module.layer_idx])  # type: ignore[index]
-        for states, i, state in held:
+        self._before[id(module)] = entries = states_of(self.layers[module.layer_idx])  # type: ignore[index]
+        for states, i, state in entries:
             states[i] = None if state is None else state.repeat_interleave(self.paths, 0)
         return args, kwargs
 
@@ -308,8 +308,8 @@ class PathRows(ModuleHooks):
 
     def _gathered(self, found_XDd: Tensor) -> Tensor:
         """Select the nodes' outputs from those of their paths."""
-        found_BXd = found_XDd.reshape(len(self.read), -1, found_XDd.shape[-1])
-        return gather_rows(found_BXd, self.given.to(found_BXd.device))
+        outputs_BXd = found_XDd.reshape(len(self.read), -1, found_XDd.shape[-1])
+        return gather_rows(outputs_BXd, self.given.to(outputs_BXd.device))
 
     def keep(self, whole_B: Tensor, last_B: Tensor) -> None:
         """Give rows the states, or the window, at the end of the path that contains their last node."""

@@ -256,9 +256,9 @@ class _Heads(PendingInputs):
     def turn(self, places_BLP: Tensor, counts: list[int]) -> None:
         """Store a prompt's positions, which end with those of text."""
         last_B1 = to_device(counts, places_BLP.device)[:, None] - 1
-        behind_BL = torch.arange(places_BLP.shape[1], device=places_BLP.device) - last_B1
+        after_BL = torch.arange(places_BLP.shape[1], device=places_BLP.device) - last_B1
         end_B1P = gather_rows(places_BLP, last_B1)
-        self.places_BLP = torch.where(behind_BL[..., None] > 0, end_B1P + behind_BL[..., None], places_BLP)
+        self.places_BLP = torch.where(after_BL[..., None] > 0, end_B1P + after_BL[..., None], places_BLP)
 
     def positions(self, width: int, device: torch.device, lengths: list[int] | None = None) -> Tensor:
         """Return the positions of the next `width` elements, (B, C), or (P, B, C) with M-RoPE."""
@@ -279,8 +279,8 @@ class _Heads(PendingInputs):
         device = next(table.device for table in tables if table is not None)
         parts = []
         for memory in (self, other):
-            found = memory.positions(max(widths), device, [0] * len(memory.cache.slots.lengths))
-            parts.append(found.expand(3, *found.shape[-2:]).permute(1, 2, 0))
+            positions = memory.positions(max(widths), device, [0] * len(memory.cache.slots.lengths))
+            parts.append(positions.expand(3, *positions.shape[-2:]).permute(1, 2, 0))
         self.places_BLP = torch.cat([parts[0], parts[1][take]])
 
     def keep(self, ahead_BCd: Tensor, hidden_BCd: Tensor, counts: list[int], again: int) -> None:
