@@ -17,8 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from visspec.eval.metrics.detection import digest, file_digest
-from visspec.eval.metrics.results import with_progress
+from visspec.eval.metrics.detection import digest, file_digest, with_progress
 from visspec.io.files import replacing
 from visspec.io.images import image_files, iter_images
 

@@ -24,10 +24,10 @@ from visspec.eval.metrics.detection import (
     Detection,
     DetectionResult,
     Detector,
-    digest,
+    with_progress,
 )
-from visspec.eval.metrics.results import ResultFile, with_progress
 from visspec.io import included
+from visspec.io.files import Journal
 from visspec.io.images import inside, open_image
 
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
@@ -245,7 +245,7 @@ def judge_image(
 
 def evaluate(
     root: str | Path | Sequence[PromptFolder],
-    results: str | Path | None,
+    results: str | Path,
     detector: Detector | None = None,
     colours: ColourClassifier | None = None,
 ) -> Report:
@@ -255,17 +255,19 @@ def evaluate(
     """
     detector, colours = detector or included.detector(), colours or DetectedColours()
     prompts = read_prompts(root) if isinstance(root, (str, Path)) else list(root)
-    evaluator = digest(detector.name, detector.fingerprint, colours.name, colours.fingerprint)
-    done = ResultFile(results, evaluator, "filename")
+    about = {"detector": [detector.name, detector.fingerprint], "colours": [colours.name, colours.fingerprint]}
     jobs = [(prompt, path) for prompt in prompts for path in prompt.files]
     rows = []
-    for prompt, path in with_progress(jobs):
-        filename, image = f"{prompt.name}/samples/{path.name}", _image_key(path, prompt.metadata)
-        row = done.rows.get(filename)
-        if row is None or row.get("image") != image:
-            entry = evaluate_image(path, filename, prompt.metadata, detector, colours)
-            row = done.add(entry | {"image": image})
-        rows.append(row)
+    with Journal(results, about) as journal:
+        known = {row["id"]: row for row in journal}
+        for prompt, path in with_progress(jobs):
+            filename, image = f"{prompt.name}/samples/{path.name}", _image_key(path, prompt.metadata)
+            row = known.get(filename)
+            if row is None or row["image"] != image:
+                entry = evaluate_image(path, filename, prompt.metadata, detector, colours)
+                row = entry | {"id": filename, "image": image}
+                journal.add(row)
+            rows.append(row)
     problems = [prompt.problem for prompt in prompts if prompt.problem]
     problems += [f"{row['filename']}: {row['reason']}" for row in rows if row.get("broken")]
     problems += _uneven(prompts)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from visspec.api import requests
-from visspec.api.inpainting import InpaintingStart, Pictures
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import COLOURS, Stats
 from visspec.models.image_codes.families import prompt_of
@@ -27,7 +26,7 @@ from visspec.types import Acceptance, Order, Processor, Sampling, State, Trace
 if TYPE_CHECKING:
     from visspec.api.images import ImagePipeline
 
-ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected, given
+ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 TENSORS = ("latents", "tokens")  # tensors that a callback may request
 
@@ -38,8 +37,8 @@ class ImageOutput:
 
     The type of `images` depends on `output_type`. For a call, "np" is one array (B, H, W, 3) and "pt" one tensor (B, 3,
     H, W), as in diffusers; `stream` yields lists. `maps` are (rows, columns) uint8 arrays with indices into ORIGINS.
-    `passes` (rows, columns) int32 has the target pass that produced each token (0 is the prefill, and known codes). For
-    images drawn scale by scale, both are (1, scales) and the latents are the codes of all scales, (T,).
+    `passes` (rows, columns) int32 has the target pass that produced each token (0 is the prefill). For images drawn
+    scale by scale, both are (1, scales) and the latents are the codes of all scales, (T,).
     """
 
     images: list[Any] = field(default_factory=list)
@@ -65,8 +64,6 @@ class ImageRequest:
     """Arguments of `ImagePipeline.__call__`. Raises ValueError for arguments that no model supports."""
 
     prompt: str | Sequence[str]
-    image: Pictures | None = None
-    mask_image: Pictures | None = None
     _: KW_ONLY
     negative_prompt: str | Sequence[str] | None = None
     num_images_per_prompt: int = 1
@@ -121,7 +118,6 @@ class ImageBatch:
     negatives: list[str] | None  # one for each text, "" for the model's unconditional prompt; None: all are the model's
     prompt: EncodedPrompt
     seeds: list[int]
-    picture: InpaintingStart | None = None  # picture to inpaint
 
 
 @dataclass(eq=False)
@@ -140,10 +136,7 @@ class ImageJob:
     @property
     def tokens(self) -> int:
         """Total number of tokens to generate."""
-        return sum(
-            len(one.texts) * self.layout.positions if one.picture is None else sum(one.picture.drawn)
-            for one in self.batches
-        )
+        return sum(len(one.texts) for one in self.batches) * self.layout.positions
 
 
 @dataclass

@@ -159,25 +159,6 @@ def load_saved(where: str, *, device: str = "auto", dtype: str | torch.dtype = "
     return _load(where, kind, device, dtype, trust_remote_code, worded)
 
 
-def without_weights(spec: str | None = None) -> Any:
-    """Build a model on `meta` from its configuration. Raises ValueError if transformers does not know it."""
-    where, local = located(str(spec or included.text_model()))
-    if not local and "/" not in where:
-        raise ValueError(f"target: got {where!r}, expected a folder, a hub id, a config.json or an included model.")
-    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
-    try:
-        with quiet():
-            config = transformers.AutoConfig.from_pretrained(where, **options)
-            named = getattr(transformers, (config.architectures or [""])[0], None)
-            with torch.device("meta"):
-                model = named._from_config(config) if named else _auto_class(config).from_config(config)
-            if Path(where, transformers.utils.GENERATION_CONFIG_NAME).is_file():
-                model.generation_config = transformers.GenerationConfig.from_pretrained(where)
-    except Exception as error:  # any library may raise its own kind of error
-        raise ValueError(f"target: {where} does not describe a model ({checkpoint.first_line(error)}).") from None
-    return model
-
-
 def _auto_class(config: Any) -> Any:
     remote = getattr(config, "auto_map", None) or {}
     return next((kind for kind in KINDS if type(config) in kind._model_mapping or kind.__name__ in remote), KINDS[0])

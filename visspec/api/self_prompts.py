@@ -35,8 +35,8 @@ def count_of(asked: DrafterTraining, several: bool) -> int:
     match = re.fullmatch(r"self(:[1-9]\d*)?", str(asked.data))
     if match is None and asked.images is not None:
         raise ValueError(f"images: --data {asked.data} has its own images. Use --images with --data self.")
-    if match is not None and (several or asked.dry_run):
-        raise ValueError("data: got self in a dry run or several processes. Write the prompts in one process first.")
+    if match is not None and several:
+        raise ValueError("data: got self in several processes. Write the prompts in one process first.")
     return 0 if match is None else int((match[1] or f":{COUNT}")[1:])
 
 

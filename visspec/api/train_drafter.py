@@ -20,7 +20,6 @@ from torch import Tensor
 from visspec import registry
 from visspec.accept.exact import Exact
 from visspec.api import drafter_export, requests, self_prompts
-from visspec.api import dry_run as dry_runs
 from visspec.api import loading as targets
 from visspec.api.captions import default_prompt, move_inputs, process_chats, tokenizer_of
 from visspec.api.conversations import Message
@@ -165,9 +164,8 @@ def prepare(processor, chats: Sequence[list[Message]], media: Sequence[list[Any]
 def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -> list[dict]:
     """Train a drafter and save the one with the best validation.
 
-    Under torchrun every process runs this, with `parallel` "ddp" or "fsdp", and trains on its own answers. A run can be
-    resumed with another number of processes if it divides the number of training batches per update: `accumulate`, or
-    the original number of processes.
+    Under torchrun every process runs this, and trains on its own answers. A run can be resumed with another number of
+    processes if it divides the training batches of an update: `accumulate`, or the original number of processes.
 
     Args:
         target: Folder or hub id of the target.
@@ -176,7 +174,7 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
         options: Fields of `DrafterTraining` and `TrainingOptions`. Defaults come from the preset.
 
     Returns:
-        The validations; for a dry run, which loads and writes nothing, its estimates.
+        The validations.
 
     Raises:
         ValueError: If an option does not fit, `out` holds something else, or a run to resume has other data or
@@ -188,19 +186,14 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
         raise ValueError(f"epochs: got {asked.epochs} and {asked.steps} steps, expected one of the two.")
     check_preset(asked.preset, network_of(asked), registry.recipe(asked.preset))
     options_of(asked, plan)  # rejects bad options before work
-    resume, dry_run, rows, seed = asked.resume and not asked.dry_run, asked.dry_run, asked.rows, asked.seed
-    if not dry_run:
-        check_out(Path(out), resume, asked.overwrite)
+    resume, rows, seed = asked.resume, asked.rows, asked.seed
+    check_out(Path(out), resume, asked.overwrite)
     device, several = device_of(asked)
     read = partial(TrainingData, answers=asked.answers, ignore=asked.ignore, prompt=default_prompt(target))
     count = self_prompts.count_of(asked, several.world > 1 or device == "tp")
     items = None if count else read(data)
-    if dry_run:
-        shallow = dry_runs.PRESET_LAYERS if asked.preset else dry_runs.LAYERS
-        model, processor, whole = dry_runs.shallow(str(target), shallow, device=device, dtype=asked.dtype)
-    else:
-        how: dict[str, Any] = {"device": device, "dtype": asked.dtype, "trust_remote_code": asked.trust_remote_code}
-        model, processor = targets.load(str(target), **how)
+    how: dict[str, Any] = {"device": device, "dtype": asked.dtype, "trust_remote_code": asked.trust_remote_code}
+    model, processor = targets.load(str(target), **how)
     items = items or read(self_prompts.write(model, processor, asked, count))
     training, validating = items.hold_out(asked.eval_rows, seed)
     network, recipe = of_preset(asked.preset, model, network_of(asked))
@@ -224,12 +217,6 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     if network.get("fusion") == "cross" and not resumed:
         network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
     drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(recipe.kind), **network)
-    if asked.export is not None:
-        drafter.check_form(asked.export)
-    if dry_run:
-        estimate = dry_runs.measure(model, drafter, prompts, planned, requests_of(planned, lessons), whole)
-        print(dry_runs.describe(estimate, planned, device))
-        return [estimate]
     if drafter.ids is not None and not resumed:
         recording = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
         drafter.keep(frequent(recording, prompts, drafter.config.draft_vocab, GROUP))
@@ -257,14 +244,14 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     if several.rank == 0 and device != "tp" and asked.structure is None and len(validating) >= LEAST:
         each = [Prompts(model, processor, reader, n, 1, min(most, TOKENS), seed) for n in validating[:MOST].split(1)]
         chosen = choose(model, trainer.folder, each, held_out)
-    drafter_export.finish(trainer, history, model, len(validating), asked.export, chosen=chosen)
+    drafter_export.finish(trainer, history, len(validating), chosen=chosen)
     return history
 
 
 def device_of(asked: DrafterTraining) -> tuple[str, SingleProcess]:
     """Return the device of a run, and its processes."""
     device = asked.device if asked.device in targets.SPREAD else targets.resolve_device(asked.device)
-    several = workers(asked.parallel, device)
+    several = workers(device)
     return str(several.device) if several.world > 1 and device != "cpu" else device, several
 
 

@@ -42,7 +42,7 @@ from visspec.train.loop import Trainer, checkpoint
 from visspec.types import Request
 
 EVAL_ROWS = 16  # number of prompts for validation
-TEXT_ONLY = "answers ignore epochs max_new_tokens max_pixels max_bad export dry_run".split()  # options
+TEXT_ONLY = "answers ignore epochs max_new_tokens max_pixels max_bad".split()  # options
 TEXT_ONLY += "image_latents draft_vocab block images structure".split()
 USE = """from visspec import ImagePipeline
 
@@ -145,5 +145,5 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
         settings = {**shared, "batch": rows, "seed": seed}
         keep_answers(trainer, asked.store, settings, requests_of(planned, lessons))
     history = train(trainer, asked.resume)
-    drafter_export.finish(trainer, history, pipe.model, held, use=USE)
+    drafter_export.finish(trainer, history, held, use=USE)
     return history

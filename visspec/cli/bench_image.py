@@ -95,7 +95,7 @@ def run(arguments: Options) -> None:
         texts = [row["prompt"] for row in spread(scenes.prompts(), arguments.count, tasks)]
         judges = by_detector(scenes, quality, tasks) if quality else None
     else:
-        texts = read_prompts(arguments.prompts, max(arguments.count, quality))
+        texts = sources.texts(arguments.prompts)
         if photos is not None and quality:
             device = resolve_device(arguments.device)
             judges = by_photos(texts[:quality], photos, arguments.extractor, arguments.clip, device)
@@ -109,14 +109,6 @@ def run(arguments: Options) -> None:
         home = arguments.json.resolve().parent if arguments.json else None
         judge(record, arms, options, judges, seed, arguments.out, home)
     arguments.end(record, view(record))
-
-
-def read_prompts(file: Path, count: int) -> list[str]:
-    """Return the first `count` prompts of a file. Raises ValueError if there are none."""
-    prompts = [record.prompt for record in sources.prompts(file) if record.prompt][:count]
-    if not prompts:
-        raise ValueError(f"--prompts: {file} has no prompt, expected one per line.")
-    return prompts
 
 
 def parse_method(method: str, draws: str, model: PreTrainedModel | None = None) -> tuple[str, str]:

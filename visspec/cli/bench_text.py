@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from visspec.api import loading
+from visspec.api import loading, sources
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import prepare
 from visspec.cli import bench
 from visspec.cli.arguments import SamplingOptions
 from visspec.cli.bench import BenchOptions, CaptionArm, Cell, StockCaptionArm, in_turns, measured_on, table
 from visspec.eval.bench import paired as speed
-from visspec.io.files import naming
 from visspec.io.options import HardwareOptions, Positive, option
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' prompt lookup gets the best of these, chosen on the warm-up prompts
@@ -68,23 +67,10 @@ def run(arguments: Options) -> None:
 
 def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]:
     """Return the prompts of a file, or of a split of the package's. Raises ValueError if a line has none."""
-    with naming(path or PROMPTS):
-        lines = [line for line in (path or PROMPTS).read_text(encoding="utf-8").splitlines() if line.strip()]
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if not line.startswith("{"):
-            prompts.append(TextPrompt(line, ""))
-            continue
-        try:
-            row = json.loads(line)
-            text, kind = row["prompt"], str(row.get("kind") or row.get("category") or "")
-        except (ValueError, KeyError):
-            raise ValueError(f"{path}, line {number}: expected a JSON object with the key 'prompt'.") from None
-        if path is not None or row["split"] == split:
-            prompts.append(TextPrompt(str(text), kind))
-    if not prompts:
-        raise ValueError(f"{path} has no prompts.")
-    return prompts
+    if path is not None:
+        return [TextPrompt(str(record.prompt), record.category) for record in sources.checked_prompts(path)]
+    rows = map(json.loads, PROMPTS.read_text(encoding="utf-8").splitlines())
+    return [TextPrompt(row["prompt"], row["kind"]) for row in rows if row["split"] == split]
 
 
 def bench_text(

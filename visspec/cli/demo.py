@@ -81,8 +81,7 @@ def run(arguments: Options) -> int:
         console.print(section.summary, "\n")
         sections.append(section)
         same = same and section.equal == count
-    origins = {name: MEANING[name] for name in COLOURS if name != "given"}
-    console.print(" ".join(f"[{COLOURS[name]}]■[/] {meaning}" for name, meaning in origins.items()))
+    console.print(" ".join(f"[{COLOURS[name]}]■[/] {meaning}" for name, meaning in MEANING.items()))
     drawn = [] if arguments.world else [draw_pictures(console)]
     same = same and all(section.equal == len(section.figures) for section in drawn)
     groups = {"Same words, fewer passes": sections, "Same pictures, fewer passes": drawn}

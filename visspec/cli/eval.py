@@ -126,7 +126,7 @@ def clip_score(arguments: ClipScoreOptions) -> Row:
 
     texts = {row["image"]: row["prompt"] for row in read_prompts(arguments.prompts)}
     scorer = named.clip(arguments.model, arguments.device)
-    return clipscore.from_folder(arguments.generated, texts, scorer, results=arguments.rows)
+    return clipscore.from_folder(arguments.generated, texts, scorer, arguments.rows)
 
 
 def gen_eval(arguments: GenEvalOptions) -> Row:

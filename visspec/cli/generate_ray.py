@@ -25,7 +25,7 @@ LINES = "images.jsonl"
 
 def run_ray(arguments: Options) -> int:
     """Draw the images that don't exist yet, and return the exit code. Interruptions keep finished images."""
-    for name in ("json", "grid", "maps", "stats", "image", "mask"):
+    for name in ("json", "grid", "maps", "stats"):
         if getattr(arguments, name):
             raise ValueError(f"--{name}: got it with --ray. Leave one of them out.")
     if is_picture(arguments.out):

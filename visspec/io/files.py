@@ -73,12 +73,6 @@ def loads(text: str | bytes) -> Any:
         raise ValueError("JSON is nested too deeply.") from None
 
 
-def append_json(path: Path, value: object) -> None:
-    """Append a value to a file of JSON lines. It is then safe even if the process is killed."""
-    with naming(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(value) + "\n")
-
-
 def lock(file: BinaryIO, path: Path) -> None:
     """Lock a file for this process until it is closed. Raises ValueError if another process has locked it."""
     if fcntl is not None:

@@ -13,7 +13,6 @@ sums. Shapes: K steps of a rollout.
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import time
@@ -28,7 +27,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from visspec.io.checkpoint import read_json
@@ -50,7 +48,7 @@ FREE = ("save_every", "keep")  # options that a resumed run may change, since th
 class SingleProcess:
     """The process of a run. `api.train_processes.Workers` are several, which average gradients."""
 
-    world, sharded = 1, False  # sharded: whether the trained module's weights are distributed over processes
+    world = 1
     device = torch.device("cpu")  # the device of this process, if there are several
 
     def __init__(self, rank: int = 0):
@@ -90,11 +88,7 @@ class Trainer:
         self.store: Store | None = None
         self.head: nn.Module = drafter.head
         self.workers = workers = workers or SingleProcess()
-        student = drafter
-        if workers.sharded:  # the drafter keeps whole weights, for validation and files
-            student = copy.copy(drafter)
-            student.head = copy.deepcopy(drafter.head)
-        module = Step(student, plan)
+        module = Step(drafter, plan)
         matrices = [p for p in module.parameters() if p.dim() > 1]
         vectors = [p for p in module.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -219,7 +213,7 @@ class Trainer:
                 loss, agreed = self.module(batch, plan.loss_at(self.step))
             (loss / len(lessons)).backward()
             figures.append(torch.cat([loss.detach()[None], agreed]))
-        norm = whole(nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip))  # equal in every process
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip)  # equal in every process
         wrong = ~torch.isfinite(norm)
         self.left_out = torch.where(wrong, self.left_out + 1, 0)
         self.optimiser.found_inf = wrong.float()  # type: ignore[attr-defined]  # as a `GradScaler` tells it
@@ -242,17 +236,9 @@ class Trainer:
         named = self.module.named_parameters()
         return [(name.removeprefix("module.").removeprefix("head."), p) for name, p in named]
 
-    @torch.no_grad()
-    def _gather(self) -> None:
-        if self.workers.sharded:
-            own = dict(self.head.named_parameters())
-            for name, p in self._trained_weights():
-                own[name].copy_(whole(p))
-
     def _validate(self) -> dict[str, float]:
         if self.validate is None:
             return {}
-        self._gather()
         self.drafter.refresh()
         figures = self.workers.first(self.validate())
         self.drafter.refresh()
@@ -273,12 +259,11 @@ class Trainer:
         `run/progress.json` contains the step and is replaced in one move when the checkpoint is complete. If the run
         ends earlier, it still has the previous checkpoint.
         """
-        self._gather()
         state = self.optimiser.state
         entries = [
             (f"{name}/{key}", value) for name, p in self._trained_weights() for key, value in state.get(p, {}).items()
         ]
-        tensors = {name: whole(value.detach()).contiguous() for name, value in entries}
+        tensors = {name: value.detach().contiguous() for name, value in entries}
         if self.workers.rank:
             return
         self.kept = [*(step for step in self.kept if step < self.step), self.step][-self.plan.keep :]
@@ -329,7 +314,7 @@ class Trainer:
         for name, p in self._trained_weights():
             entries = {k.rpartition("/")[2]: v for k, v in tensors.items() if k.rpartition("/")[0] == name}
             if entries:
-                self.optimiser.state[p] = {key: spread(value.to(p.device), p) for key, value in entries.items()}
+                self.optimiser.state[p] = {key: value.to(p.device) for key, value in entries.items()}
         self.step, self.seconds, self.history = progress["step"], progress["seconds"], progress["validations"]
         self.curve, self.kept, self.best = progress["curve"], progress["kept"], progress["best"]
         if self.workers.rank == 0:
@@ -341,15 +326,3 @@ def checkpoint(folder: str | Path) -> Path | None:
     """Return the folder of the last complete checkpoint of a run, with that of its drafter, or None."""
     run = Path(folder) / RUN
     return run / f"step-{read_json(run, PROGRESS).get('step')}" if (run / PROGRESS).is_file() else None
-
-
-def whole(value: Tensor) -> Tensor:
-    """Gather a tensor that is sharded over processes; return others unchanged."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def spread(value: Tensor, like: Tensor) -> Tensor:
-    """Shard a whole tensor over processes like `like`, if it has the same shape."""
-    if not isinstance(like, DTensor) or value.shape != like.shape:
-        return value
-    return distribute_tensor(value, like.device_mesh, like.placements)
