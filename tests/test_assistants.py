@@ -210,7 +210,7 @@ def test_heads_are_read_from_the_checkpoint(tmp_path):
     model = tf.Glm4MoeForCausalLM.from_pretrained(tmp_path).eval()
     with pytest.raises(ValueError, match="drafter: no weights of such layers"):
         visspec.accelerate(model, "mtp")
-    with pytest.raises(ValueError, match="drafter: got LlamaForCausalLM, expected a model with layers that predict"):
+    with pytest.raises(ValueError, match="drafter: got LlamaForCausalLM, expected a model with MTP layers"):
         visspec.accelerate(llama(), "mtp")
     with pytest.MonkeyPatch.context() as patch:
         heads = heads_of(model)

@@ -199,11 +199,7 @@ def imaging(home: Path) -> dict[str, Any]:
     save_file(filled(chameleon_vq_names()), home / "vqgan.safetensors")
     assert main(["convert", "var", "var_d16.pth", "--vae", "vae_ch160v4096z32.pth", "--out", "var-d16"]) == 0
     pipe = visspec.ImagePipeline.from_pretrained("painter-any-order")
-    picture = Image.new("RGB", (64, 64), "red")
-    return {
-        "visspec": visspec, "pipe": pipe, "picture": picture, "mask": Image.new("L", (64, 64), 255), "processor": None,
-        "codes": pipe("207", seed=0, output_type="latent").images[0], "watch": lambda pipe, step, tokens, more: more,
-    }  # fmt: skip
+    return {"visspec": visspec, "pipe": pipe, "processor": None, "watch": lambda pipe, step, tokens, more: more}
 
 
 NAMES = {

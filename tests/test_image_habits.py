@@ -123,7 +123,7 @@ def refused(call, error=ValueError) -> str:
     with pytest.raises(error) as caught:
         call()
     text = str(caught.value)
-    assert "\n" not in text and not text.endswith(".")
+    assert "\n" not in text
     return text
 
 
@@ -206,7 +206,7 @@ def test_what_a_callback_wants_changed_is_refused():
             and not drawn()._jobs
         )
     text = refused(lambda: drawn()("a", callback_on_step_end_tensor_inputs=["timesteps"]))
-    assert text == "callback_on_step_end_tensor_inputs: got ['timesteps'], expected latents, tokens"
+    assert text == "callback_on_step_end_tensor_inputs: got ['timesteps'], expected latents, tokens."
 
 
 # --- saved pipelines --------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """What `tests/test_train_processes.py` runs in two processes: a drafter trained whole, broken off, resumed."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -47,10 +48,8 @@ def run_of(home: Path, name: str, **options) -> list[dict]:
     return train_drafter.run("x", home / "data", home / name, **sizes | saving | options)
 
 
-def main(parallel: str, home: Path) -> None:
-    def run(name: str, **options) -> list[dict]:
-        return run_of(home, name, parallel=parallel, **options)
-
+def main(home: Path) -> None:
+    run = partial(run_of, home)
     found = run("whole")
     update = Trainer.update
 
@@ -65,9 +64,8 @@ def main(parallel: str, home: Path) -> None:
     except KeyboardInterrupt:
         Trainer.update = update
     assert run("broken", resume=True)[-1]["tau_greedy"] == found[-1]["tau_greedy"]
-    if parallel == "ddp":
-        train_drafter.workers = lambda *a: ByHand()
-        run("by-hand")
-    several = workers.Workers(parallel == "fsdp", "cpu")
+    train_drafter.workers = lambda *a: ByHand()
+    run("by-hand")
+    several = workers.Workers("cpu")
     assert several.world == 2
     several.accelerator.end_training()

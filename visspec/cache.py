@@ -164,8 +164,8 @@ class SlotCache:
         return torch.zeros(rows + self.spare, heads, slots, size, dtype=like.dtype, device=like.device)[:rows]
 
     def _grown(self, old: Tensor) -> Tensor:
-        wanted = first_room(self._extent, self.answer) if self.lean else more_room(self._extent, old.shape[2])
-        new = self._allocate(old, wanted)
+        size = first_room(self._extent, self.answer) if self.lean else more_room(self._extent, old.shape[2])
+        new = self._allocate(old, size)
         new[:, :, : old.shape[2]] = old
         return new
 
@@ -212,7 +212,7 @@ class SlotCache:
         """Add rows `take` of another cache of the same model, using spare rows first. The first skip[b] slots of row b
         are padding and are not copied. Nothing else may be masked (`pack`).
         """
-        rows, wanted = len(self.lengths), len(self.lengths) + len(take)
+        rows, total = len(self.lengths), len(self.lengths) + len(take)
         growth = [other.lengths[b] - skip[b] for b in take]
         slots = max(max(growth), *(store.shape[2] for store in self.keys))
         enough = self.spare >= len(take) and all(store.shape[2] == slots for store in self.keys)
@@ -220,11 +220,11 @@ class SlotCache:
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for layer, (old, new) in enumerate(zip(mine, theirs)):
                 if enough:
-                    store = widen_store(old, wanted)
+                    store = widen_store(old, total)
                 else:
-                    store = self._allocate(old[:1].expand(wanted, -1, -1, -1), slots)
+                    store = self._allocate(old[:1].expand(total, -1, -1, -1), slots)
                     store[:rows, :, : self.length] = old[:, :, : self.length]
-                for row, b, length in zip(range(rows, wanted), take, growth):
+                for row, b, length in zip(range(rows, total), take, growth):
                     store[row, :, :length] = new[b, :, skip[b] : other.lengths[b]]
                 mine[layer] = store
         self.lengths, self.mask = self.lengths + growth, None

@@ -29,11 +29,11 @@ def static(parent: tuple[int, ...], device: str = "cpu") -> Tree:
     parent does not come before its child.
     """
     if not parent or parent[0] != -1:
-        raise ValueError(f"parent: got {parent!r}, expected a tuple that starts with the root's -1")
+        raise ValueError(f"parent: got {parent!r}, expected a tuple that starts with the root's -1.")
     depth, ancestor = [0], torch.eye(len(parent), dtype=torch.bool)
     for n, p in enumerate(parent[1:], start=1):
         if not 0 <= p < n:
-            raise ValueError(f"parent: node {n} has parent {p}, expected an earlier node")
+            raise ValueError(f"parent: node {n} has parent {p}, expected an earlier node.")
         depth.append(depth[p] + 1)
         ancestor[n] |= ancestor[p]
     tree = Tree(

@@ -144,7 +144,6 @@ class Request:
     fixed: Tensor | None = None  # (>= max_new_tokens,) grammar: the fixed token of each position, or FREE
     grid: tuple[int, int] | None = None  # rows and columns of an image's tokens
     order: tuple[int, ...] | None = None  # for any-order targets: the place of each code in drawing order; None: raster
-    known: Tensor | None = None  # for any-order targets: (B, rows * columns) known codes, FREE elsewhere, on the CPU
     each: list[Request] = field(default_factory=list)  # the requests of the rows, if several were batched
     prefix: Any = None  # prompt prefixes to store or reuse (`models.decoder.prefix`), read by the prefill
     reused: list[int] = field(default_factory=list)  # per row, prompt tokens taken from the prefix cache
@@ -153,12 +152,11 @@ class Request:
         """Return the request that holds a row's limit, ends, processors and prompt, and the row's index in it."""
         return (self.each[row], 0) if self.each else (self, row)
 
-    def visits(self, row: int) -> list[int]:
-        """Return the places of a row's codes in the order of an any-order target, known codes first."""
+    @property
+    def visits(self) -> Sequence[int]:
+        """Places of an image's codes in the order of an any-order target."""
         assert self.grid is not None
-        order = range(self.grid[0] * self.grid[1]) if self.order is None else self.order
-        given = [False] * len(order) if self.known is None else (self.known[row] != FREE).tolist()
-        return [place for place in order if given[place]] + [place for place in order if not given[place]]
+        return range(self.grid[0] * self.grid[1]) if self.order is None else self.order
 
 
 class Tokenizer(Protocol):
@@ -361,7 +359,7 @@ class Capabilities:
     def chains(self) -> tuple[int, int]:
         """(steps, size) of denoising chains. Raises ValueError for a target of ids."""
         if self.steps is None:
-            raise ValueError("target: got a model of ids, expected one of vectors")
+            raise ValueError("target: got a model of ids, expected one of vectors.")
         return len(self.steps), self.size
 
 
@@ -392,7 +390,7 @@ class Target:
         Raises:
             ValueError: If the target does not support it.
         """
-        raise ValueError(f"batch_invariant: got {type(self).__name__}, expected text, or images in raster order")
+        raise ValueError(f"batch_invariant: got {type(self).__name__}, expected text, or images in raster order.")
 
     @property
     def device(self) -> torch.device:
@@ -539,8 +537,17 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def check_form(self, form: str) -> None:
-        """Raise ValueError if the drafter can't be exported to the form of this name, which another engine reads."""
+    def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
+        """Write the drafter for other engines.
+
+        Args:
+            folder: The folder to write to.
+            form: The name of a form that other engines read.
+            verifier: Name of the target, for forms that contain it.
+
+        Raises:
+            ValueError: If the form cannot represent this drafter.
+        """
         kind = type(self).__name__
         raise ValueError(f"form: {kind} has no form {form!r}. Other engines can't read this drafter.")
 
@@ -653,7 +660,7 @@ class DraftLengthPolicy:
 
     def __init__(self, levels: int = 8):
         if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:
-            raise ValueError(f"levels: got {levels!r}, expected a whole number from 1 to {MAX_NODES - 1}")
+            raise ValueError(f"levels: got {levels!r}, expected a whole number from 1 to {MAX_NODES - 1}.")
         self.levels = levels
 
     def limit(self, state: State) -> int:

@@ -73,13 +73,13 @@ def interleave(
     bar = tqdm(prompts, desc=title, leave=False, disable=title is None)
     for (i, order), prompt in zip(turns(names, len(prompts)), bar):
         try:
-            found = {name: arms[name](prompt) for name in order}
+            group = {name: arms[name](prompt) for name in order}
         except Exception as error:
             failures.append(f"prompt {i}: {type(error).__name__}: {error}")
             continue
         for name in names:
-            found[name].prompt = i
-            runs[name].append(found[name])
+            group[name].prompt = i
+            runs[name].append(group[name])
     return runs, failures
 
 
@@ -123,16 +123,16 @@ def compare(slow: Sequence[ArmRun], fast: Sequence[ArmRun], per_token: bool = Fa
     decoded = [(s, f) for s, f in zip(slow, fast) if s.seconds > s.first and f.seconds > f.first]
     decode = [cost(s, s.seconds - s.first) / cost(f, f.seconds - f.first) for s, f in decoded]
     total = sum(s.seconds for s in slow) / sum(f.seconds for f in fast) if fast else float("nan")
-    found = {"speedup": geometric_mean(whole), "speedup_ci95": list(bootstrap(whole))}
-    found |= {"speedup_decode_only": geometric_mean(decode), "speedup_total_time": total}
+    ratios = {"speedup": geometric_mean(whole), "speedup_ci95": list(bootstrap(whole))}
+    ratios |= {"speedup_decode_only": geometric_mean(decode), "speedup_total_time": total}
     same = sum(s.tokens == f.tokens for s, f in zip(slow, fast))
-    return found | {"ratios": [round(r, 4) for r in whole], "identical": same, "compared": len(whole)}
+    return ratios | {"ratios": [round(r, 4) for r in whole], "identical": same, "compared": len(whole)}
 
 
 def over(name: str, slow: Sequence[ArmRun], fast: Sequence[ArmRun], per_token: bool = False) -> dict[str, Any]:
     """Return the speed-up of `fast` over `slow` and its interval, as fields of this name."""
-    found = compare(slow, fast, per_token)
-    return {name: found["speedup"], f"{name}_ci95": found["speedup_ci95"]}
+    ratios = compare(slow, fast, per_token)
+    return {name: ratios["speedup"], f"{name}_ci95": ratios["speedup_ci95"]}
 
 
 def acceptance(runs: Sequence[ArmRun]) -> dict[str, Any]:
@@ -155,8 +155,8 @@ def tau(runs: Sequence[ArmRun]) -> dict[str, Any]:
     micro = sum(committed) / max(sum(passes), 1)
     macro = [g / p for g, p in zip(committed, passes) if p]
     nfe = sum(len(r.rounds) + 1 for r in runs) / max(len(runs), 1)
-    found = {"tau": micro, "tau_without_bonus": micro - 1.0, "tau_macro": sum(macro) / max(len(macro), 1)}
-    return found | {"nfe": nfe}
+    figures = {"tau": micro, "tau_without_bonus": micro - 1.0, "tau_macro": sum(macro) / max(len(macro), 1)}
+    return figures | {"nfe": nfe}
 
 
 def drift(runs: Sequence[ArmRun]) -> float | None:

@@ -164,7 +164,6 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
         """Use the network's current weights for drafting; call it after they change."""
         self.assistant = self._running(self.embed.weight.dtype)
         self.form = replace(self.form, sequential=self.run.sequential)
-        self._fold = (), None  # `stamp` does not notice what a fused optimizer wrote
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Return logits (..., V) of hidden states (..., d) after tokens (...), with the weights being trained."""

@@ -109,10 +109,6 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
             drafter.keep(torch.arange(drafter.config.draft_vocab))
         return drafter
 
-    def check_form(self, form: str) -> None:
-        """Raise ValueError if the published `form` cannot represent this drafter."""
-        export.check_form(self.config, form)
-
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
         """Write the drafter for other engines: "eagle" (EAGLE-1 and 2, MSD, ViSpec), "eagle3" (SpecForge, SGLang, vLLM)
         or "speculators" (vLLM), for which `verifier` names the target. Raises ValueError if the form cannot represent

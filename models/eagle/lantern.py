@@ -58,7 +58,7 @@ class LanternDrafter(ImageFeatureDrafter):
     Raises ValueError, before it reads weights, if the target, the image size or the tensors do not match.
     """
 
-    saved_as = "model"  # published checkpoints name their weights so
+    saved_as = "model"  # saving copies the files of the published folder
     head_class = EagleHead  # type: ignore[assignment]
     head: EagleHead  # type: ignore[assignment]
     config: EagleConfig  # type: ignore[assignment]

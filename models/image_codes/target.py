@@ -152,7 +152,7 @@ class Family:
     model: Any
     vocabulary: Any = None  # `Vocabulary`, if codes are ids of a text model
     codec: Any = None  # a decoder of codes outside the model, such as `codecs.vqgan.ImageCodec`
-    draws: str = "codes"  # or "vectors", "maps" of codes, or codes in "any order", which allows inpainting
+    draws: str = "codes"  # or "vectors", "maps" of codes, or codes in "any order"
     labels: tuple[str, ...] = ()  # class names; empty if prompts are texts, or class numbers only
     default_drafter: str = "jacobi:window=12"  # with the default rule, this is the preset "gumbel"
     default_rule: str = "exact"
@@ -171,10 +171,6 @@ class Family:
         if traits.feature_layers:
             raise ValueError(f"drafter: got one that reads hidden states, which {self.name} does not return")
         return self.target(self)
-
-    def pixel_size(self) -> tuple[int, int]:
-        """Return the height and width in pixels of an any-order family's images."""
-        raise NotImplementedError
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Encode pixels (B, 3, height, width) float32 in [0, 1] to codes (B, rows * columns). Raises ValueError for a

@@ -146,7 +146,7 @@ class UnorderedBuffer(VectorBuffer):
         super().__init__(request, len(order_BT))
         self.order = order_BT
 
-    def in_generation_order(self, row: int, items: list[Any], given: str | int | None = None) -> list[Any]:
+    def in_raster_order(self, row: int, items: list[Any]) -> list[Any]:
         by_place = dict(zip(self.order[row].tolist(), items))
         return [by_place[place] for place in sorted(by_place)]
 

@@ -104,11 +104,5 @@ class JanusCodec:
         """Decode codes (B, T) in raster order to pixels (B, height, width, 3), float32 in [-1, 1]."""
         return self.model.decode(cast(torch.LongTensor, tokens)).permute(0, 2, 3, 1).float().clamp(-1, 1)
 
-    @torch.no_grad()
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Encode pixels (B, height, width, 3) in [-1, 1] to codes (B, T), int64."""
-        encoded = self.model.encode(pixels.permute(0, 3, 1, 2).to(self.model.dtype))
-        return encoded.image_tokens.view(len(pixels), -1)
-
 
 load = RandARImageModel.read

@@ -26,7 +26,7 @@ def require_codebook(capabilities: Capabilities, rule: str, k: int = 1, itself: 
         )
     most = len(codebook) - (not itself)
     if k > most:
-        raise ValueError(f"k: got {k}, expected at most {most} neighbours in a codebook of {len(codebook)}")
+        raise ValueError(f"k: got {k}, expected at most {most} neighbours in a codebook of {len(codebook)}.")
     return codebook.detach()
 
 

@@ -46,10 +46,10 @@ class Local(Acceptance[Gumbel]):
 
     def __init__(self, tau: float = 0.05, radius: int = 1, k: int = 8, window: int | None = None):
         if not tau >= 0:
-            raise ValueError(f"tau: got {tau}, expected a probability of at least 0 (above 1 rejects everything)")
+            raise ValueError(f"tau: got {tau}, expected a probability of at least 0 (above 1 rejects everything).")
         for name, value, least in (("radius", radius, 0), ("k", k, 1), ("window", window, 1)):
             if value is not None and value < least:
-                raise ValueError(f"{name}: got {value}, expected a number of at least {least}")
+                raise ValueError(f"{name}: got {value}, expected a number of at least {least}.")
         self.tau, self.radius, self.k, self.window = tau, radius, k, window
         self.codes = 0  # size of the codebook; larger ids are grammar
         self.near_Vk: Tensor | None = None

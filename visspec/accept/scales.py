@@ -49,8 +49,10 @@ class Scales(Acceptance[ScaleNoise]):
         codes_BNS = F.pad(codes_BNS, (0, size - codes_BNS.shape[-1]))
         same_BN = torch.zeros_like(distribution.count, dtype=torch.bool)
         if draft.tree.size > 1:
-            found = codes_BNS[:, :-1, : distribution.logits.shape[2]]
-            same_BN[:, :-1] = (child_maps(draft, distribution) == found).all(dim=-1) & (distribution.count[:, :-1] > 0)
+            drafted = codes_BNS[:, :-1, : distribution.logits.shape[2]]
+            same_BN[:, :-1] = (child_maps(draft, distribution) == drafted).all(dim=-1) & (
+                distribution.count[:, :-1] > 0
+            )
             if draft.real is not None:
                 same_BN[:, :-1] &= draft.real[:, 1:]
         return accepted_path(draft, codes_BNS.flatten(0, 1), same_BN.flatten())

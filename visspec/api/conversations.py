@@ -86,9 +86,9 @@ def conversation_of(entry: object, folder: Path, ignore: Collection[str] = (), p
     media = {kind: _listed(fields, names) for kind, names in (("image", IMAGES), ("video", VIDEOS))}
     if given is None and not any(media.values()):
         raise ValueError(f"got no image, expected an object with image, or one of {', '.join(TURNS)}")
-    messages, found = _parsed(_turns({"prompt": prompt} | fields, given or "prompt"), media, folder)
+    messages, files = _parsed(_turns({"prompt": prompt} | fields, given or "prompt"), media, folder)
     _check_order(messages)
-    return Conversation(messages, found)
+    return Conversation(messages, files)
 
 
 def _one_of(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
@@ -113,8 +113,8 @@ def _turns(fields: Mapping[str, Any], name: str) -> list[tuple[str, Json]]:
                     f"turns: got {_short(prompt)}, expected one text, since there are no answers between turns"
                 )
             (prompt,) = prompt
-        found = [("user", prompt)]
-        found += [("assistant", fields["answer"])] if "answer" in fields else []
+        pairs = [("user", prompt)]
+        pairs += [("assistant", fields["answer"])] if "answer" in fields else []
     else:
         role, content = ("from", "value") if name == "conversations" else ("role", "content")
         turns = fields[name]
@@ -127,8 +127,8 @@ def _turns(fields: Mapping[str, Any], name: str) -> list[tuple[str, Json]]:
                 raise ValueError(f"{name}: got {strange[0]} in a turn, expected {role} and {content} alone")
             if turn.get(role) not in ROLES:
                 raise ValueError(f"{name}: got {role} {_short(turn.get(role))}, expected one of {', '.join(ROLES)}")
-        found = [(ROLES[turn[role]], turn.get(content)) for turn in turns]
-    return [("system", fields["system"]), *found] if "system" in fields else found
+        pairs = [(ROLES[turn[role]], turn.get(content)) for turn in turns]
+    return [("system", fields["system"]), *pairs] if "system" in fields else pairs
 
 
 def _parsed(
@@ -140,7 +140,7 @@ def _parsed(
     alone = "video" if media["video"] and not media["image"] else "image"
     waiting = {kind: iter(values) for kind, values in media.items()}
     messages: list[Message] = []
-    found: list[Media] = []
+    sources: list[Media] = []
     marks = 0
     for role, content in turns:
         parts: list[dict[str, str]] = []
@@ -153,16 +153,16 @@ def _parsed(
             if value is None:
                 raise ValueError(f"got more marks of {kind}s than the {len(media[kind])} of the record")
             parts.append({"type": kind})
-            found.append(_media(value, folder, kind))
+            sources.append(_media(value, folder, kind))
         messages.append({"role": role, "content": parts})
     left = [(kind, value) for kind, values in waiting.items() for value in values]
-    if left and (marks or found):
+    if left and (marks or sources):
         raise ValueError(f"got {len(left)} {left[0][0]}s without a mark, expected <{left[0][0]}> where each stands")
     if left:
         first = next((m for m in messages if m["role"] == "user"), messages[0])
         first["content"] = [{"type": kind} for kind, _ in left] + first["content"]
-        found = [_media(value, folder, kind) for kind, value in left]
-    return messages, found
+        sources = [_media(value, folder, kind) for kind, value in left]
+    return messages, sources
 
 
 def _parts(role: str, content: Json) -> Iterator[tuple[str, Any]]:

@@ -68,12 +68,12 @@ def choose(
             seconds, state = seconds_of(answer, waiter(model.device))
             if number:
                 runs[name].append(paired.ArmRun.of_trace(seconds, state.tokens, state.trace, 0.0))
-    found = {name: {"structure": name} | paired.over("speedup", runs[""], runs[name]) for name in names}
+    rows = {name: {"structure": name} | paired.over("speedup", runs[""], runs[name]) for name in names}
     for name in names:
-        print(json.dumps(found[name] | {"tau_adaptive": paired.tau(runs[name])["tau"]}))
+        print(json.dumps(rows[name] | {"tau_adaptive": paired.tau(runs[name])["tau"]}))
     faster = [name for name in names if paired.compare(runs[CHAIN], runs[name])["speedup_ci95"][0] > 1]
-    best = max(faster, key=lambda name: found[name]["speedup"], default=CHAIN)
+    best = max(faster, key=lambda name: rows[name]["speedup"], default=CHAIN)
     write_json(folder / CONFIG, config | {"structure": registry.parse(f":{best}")[1]})
-    chosen = found[best] | taus(model, registry.drafter(folder.resolve(), model)[0], held_out)
+    chosen = rows[best] | taus(model, registry.drafter(folder.resolve(), model)[0], held_out)
     print(json.dumps(chosen))
     return chosen

@@ -140,9 +140,9 @@ def load_diffusers(where: str, *, device: str = "auto", dtype: str | torch.dtype
     folder = Path(index).parent
     for path in folder.rglob("*"):
         checkpoint.inside(folder, str(path.relative_to(folder)))
-    found = checkpoint.read_json(folder, "model_index.json").get("_class_name")
-    if found != "GlmImagePipeline":
-        raise ValueError(f"model: got diffusers' {found}, expected GlmImagePipeline: it has an autoregressive stage")
+    kind = checkpoint.read_json(folder, "model_index.json").get("_class_name")
+    if kind != "GlmImagePipeline":
+        raise ValueError(f"model: got diffusers' {kind}, expected GlmImagePipeline: it has an autoregressive stage.")
     from diffusers import DiffusionPipeline  # importing it takes seconds
 
     device = resolve_device(device)
@@ -157,25 +157,6 @@ def load_saved(where: str, *, device: str = "auto", dtype: str | torch.dtype = "
     kind = getattr(transformers, first, None) or transformers.AutoModelForImageTextToText
     worded = any((Path(where) / name).is_file() for name in ("tokenizer_config.json", "processor_config.json"))
     return _load(where, kind, device, dtype, trust_remote_code, worded)
-
-
-def without_weights(spec: str | None = None) -> Any:
-    """Build a model on `meta` from its configuration. Raises ValueError if transformers does not know it."""
-    where, local = located(str(spec or included.text_model()))
-    if not local and "/" not in where:
-        raise ValueError(f"target: got {where!r}, expected a folder, a hub id, a config.json or an included model")
-    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
-    try:
-        with quiet():
-            config = transformers.AutoConfig.from_pretrained(where, **options)
-            named = getattr(transformers, (config.architectures or [""])[0], None)
-            with torch.device("meta"):
-                model = named._from_config(config) if named else _auto_class(config).from_config(config)
-            if Path(where, transformers.utils.GENERATION_CONFIG_NAME).is_file():
-                model.generation_config = transformers.GenerationConfig.from_pretrained(where)
-    except Exception as error:  # any library may raise its own kind of error
-        raise ValueError(f"target: {where} does not describe a model ({checkpoint.first_line(error)})") from None
-    return model
 
 
 def _auto_class(config: Any) -> Any:
@@ -259,12 +240,12 @@ def resolve_device(device: str) -> str:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"device: got {device!r}, which this torch can't use ({checkpoint.first_line(error)})"
+            f"device: got {device!r}, which this torch can't use ({checkpoint.first_line(error)})."
         ) from None
     return device
 
 
 def _check_spread(device: str) -> None:
     if device == "tp" and int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        raise ValueError("device: got 'tp' in one process, expected several (torchrun --nproc-per-node 2 ...)")
+        raise ValueError("device: got 'tp' in one process, expected several (torchrun --nproc-per-node 2 ...).")
     need("accelerate", f"device {device}", "train")

@@ -39,8 +39,8 @@ class JsonGrammars:
             self.jsonschema.validators.validator_for(schema).check_schema(schema)
             grammar = self.compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
         except Exception as error:  # both packages may raise anything
-            said = str(error).strip().split("\n")[0][:200]
-            raise ValueError(f"{self.what}: This is not a JSON schema, or can't be compiled ({said}).") from None
+            message = str(error).strip().split("\n")[0][:200]
+            raise ValueError(f"{self.what}: This is not a JSON schema, or can't be compiled ({message}).") from None
         return {"logits_processor": [LogitsProcessor(grammar)]}
 
     def explain(self, text: str, schema: Json) -> str | None:
@@ -55,5 +55,7 @@ class JsonGrammars:
         """Return a caption with an error if it does not fit the schema, for example because it was cut at its limit."""
         if (why := self.explain(found.text or "", schema)) is None:
             return found
-        said = f"{found.path}: got {found.tokens} tokens that {self.what} does not allow, expected JSON of it ({why})"
-        return replace(found, text=None, error=found.error or said)
+        message = (
+            f"{found.path}: got {found.tokens} tokens that {self.what} does not allow, expected JSON of it ({why})"
+        )
+        return replace(found, text=None, error=found.error or message)

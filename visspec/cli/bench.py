@@ -73,8 +73,8 @@ def measured_on(model: PreTrainedModel, **more: Any) -> dict[str, Any]:
 
 def compilations(setup: DecodingSetup) -> dict[str, Any]:
     """Return whether passes ran compiled, and the number of graphs after a warm-up, including the drafter's."""
-    target, found = setup.target.passes, setup.passes
-    counts = {"graphs": sum(p.graphs for p in found), "recompilations": sum(p.late for p in found)}
+    target, passes = setup.target.passes, setup.passes
+    counts = {"graphs": sum(p.graphs for p in passes), "recompilations": sum(p.late for p in passes)}
     return {"compiled": target is not None and not target.refused, **counts}
 
 

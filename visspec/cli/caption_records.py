@@ -28,7 +28,7 @@ def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
     """Caption images without a record, or print captions without --out. Returns the exit code."""
     check_output(arguments)
     read = partial(sources.records, arguments.image)
-    found = read()  # raises for a missing source before work starts
+    records = read()  # raises for a missing source before work starts
     request = arguments.prompt or default_prompt(caption.model_of(arguments))
     pictures, sample = CaptionSamples(), dict[str, Record]()
     about = caption.settings(arguments, request, options)
@@ -48,10 +48,10 @@ def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
             if arguments.ray:
                 made = run.with_ray(read, partial(worker, make), arguments, group=4 * arguments.slots)
             else:
-                new = sources.new_records(found, journal.done, run.repeat)
+                new = sources.new_records(records, journal.done, run.repeat)
                 made = map(check, captions(shown(pictures, new, sample, arguments.compare)))
             try:
-                for one in run.with_bar(made, found.total):
+                for one in run.with_bar(made, records.total):
                     run.add(row_of(one))
                     pictures.tell(one.path, one.pieces)
                     if one.text is None:
@@ -137,8 +137,8 @@ def check_output(arguments: caption.Options) -> None:
 
 
 def row_of(made: Caption) -> dict[str, Any]:
-    found = made.text, made.tokens, made.rounds, made.ended, made.drift, made.error
-    return dict(zip(COLUMNS, (made.path, made.record.image, made.record.prompt, *found)))
+    values = made.text, made.tokens, made.rounds, made.ended, made.drift, made.error
+    return dict(zip(COLUMNS, (made.path, made.record.image, made.record.prompt, *values)))
 
 
 class RecordRun:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 WORLDS = {"shapes": ("captioner", "vispec"), "emoji": ("captioner-emoji", "vispec-emoji")}
 PUBLISHED = ("captioner-smollm2", "auto")  # used for shapes if `make real` has downloaded the language model
-PAINTERS = {  # and their prompts
+PAINTERS = {  # painters and their prompts
     "painter": ("a photo of three stars", "a photo of a cross left of a ring"),
     "painter-emoji": ("a photo of a penguin on a cloudy blue ground", "a photo of a parrot on a grainy pink ground"),
 }
@@ -81,8 +81,7 @@ def run(arguments: Options) -> int:
         console.print(section.summary, "\n")
         sections.append(section)
         same = same and section.equal == count
-    origins = {name: MEANING[name] for name in COLOURS if name != "given"}
-    console.print(" ".join(f"[{COLOURS[name]}]■[/] {meaning}" for name, meaning in origins.items()))
+    console.print(" ".join(f"[{COLOURS[name]}]■[/] {meaning}" for name, meaning in MEANING.items()))
     drawn = [] if arguments.world else [draw_pictures(console)]
     same = same and all(section.equal == len(section.figures) for section in drawn)
     groups = {"Same words, fewer passes": sections, "Same pictures, fewer passes": drawn}
@@ -154,9 +153,9 @@ def draw_pictures(console: Console) -> Section:
             each.set_progress_bar_config(disable=True)
             each(prompts[0], seed=0)
         for i, prompt in enumerate(prompts):
-            slow, wanted = seconds_of(partial(plain, prompt, seed=i))
+            slow, expected = seconds_of(partial(plain, prompt, seed=i))
             quick, made = seconds_of(partial(fast, prompt, seed=i))
-            same = wanted.images[0].tobytes() == made.images[0].tobytes()
+            same = expected.images[0].tobytes() == made.images[0].tobytes()
             section.add(view, f"{painter} {i + 1}", slow, quick, made.stats[0].tau, same)
             shown = made.images[0].resize((SIDE, SIDE)), origin_image(made.maps[0], SIDE)
             section.figures.append(([data_uri(image, True) for image in shown], [(prompt, "")]))

@@ -69,14 +69,14 @@ def run(arguments: Options) -> None:
 
         tune_image.run(arguments)
         return
-    found = None if texts else sources.records(arguments.images or ())
+    records = None if texts else sources.records(arguments.images or ())
     model, processor = loading.load(arguments.model, needs_pictures=not texts, **arguments.hardware)
     own = default_drafter(model)[0]
     drafters = arguments.drafters or list(dict.fromkeys(["ngram", *([str(own)] if own else [])]))
     what, where = ("prompts", arguments.prompts) if texts else ("images", ", ".join(arguments.images or ()))
     given = (
-        ((image, record.prompt) for image, record in readable(found))
-        if found
+        ((image, record.prompt) for image, record in readable(records))
+        if records
         else (([], prompt.text) for prompt in read_prompts(arguments.prompts))
     )
     items = list(islice(given, 2 * arguments.count))  # pairs of an image, or an empty list, and its prompt
@@ -91,13 +91,13 @@ def run(arguments: Options) -> None:
 
 def candidates(drafters: Sequence[str], model: PreTrainedModel) -> list[str]:
     """Return the drafters, each also with trees if it can grow them and names no structure."""
-    found = []
+    specs = []
     for spec in drafters:
         drafter, _ = registry.drafter(spec, model)
         shaped = any(f"{name}=" in spec for name in ("width", "tree", "confidence"))
         grows = hasattr(type(drafter), "for_model") and not drafter.traits.samples and not shaped
-        found += [spec, *([f"{spec}{',' if ':' in spec else ':'}{TREE}"] if grows else [])]
-    return found
+        specs += [spec, *([f"{spec}{',' if ':' in spec else ':'}{TREE}"] if grows else [])]
+    return specs
 
 
 def tune(

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visspec import registry
+from visspec.api import sources
 from visspec.api.images import ImagePipeline
 from visspec.cli.bench import Cell, table
-from visspec.cli.bench_image import as_arguments, bench, fitting, read_prompts
+from visspec.cli.bench_image import as_arguments, bench, fitting
 from visspec.cli.tune import FIGURES, FINALISTS, PAYS
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ def run(arguments: Options) -> None:
     pipe = ImagePipeline.from_pretrained(arguments.model, **arguments.hardware)
     pipe.set_progress_bar_config(disable=True)
     wanted, file = 2 * arguments.count, Path(arguments.prompts or "")
-    texts = read_prompts(file, wanted)
+    texts = sources.texts(file)[:wanted]
     if len(texts) < wanted:
-        raise ValueError(f"--prompts: got {len(texts)} in {file}, expected {wanted} or more (--count)")
+        raise ValueError(f"--prompts: got {len(texts)} in {file}, expected {wanted} or more (--count).")
     record = tune(pipe, texts, fitting(pipe, ways(pipe, arguments.acceptance)), arguments.seed)
     title = f"{record['n_prompts']} prompts measured, {record['n_checked']} checked"
     rows = sorted(record["rows"], key=lambda row: -row["predicted_speedup"])

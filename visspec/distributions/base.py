@@ -43,8 +43,8 @@ def check_tensor(
     """Raise ValueError unless `value` is a tensor of this shape, dtype (None: floating) and device."""
     if not isinstance(value, Tensor) or value.device != device:
         what = f"a tensor on {value.device}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{name}: got {what}, expected a tensor on {device}")
+        raise ValueError(f"{name}: got {what}, expected a tensor on {device}.")
     if value.dtype != dtype if dtype else not value.is_floating_point():
-        raise ValueError(f"{name}: got {value.dtype}, expected {dtype or 'floats'}")
+        raise ValueError(f"{name}: got {value.dtype}, expected {dtype or 'floats'}.")
     if value.shape != tuple(shape):
-        raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected {tuple(shape)}")
+        raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected {tuple(shape)}.")

@@ -46,9 +46,9 @@ class DenoisingSteps:
             values = getattr(self, name)
             finite = values.is_meta or bool(values.isfinite().all())
             if values.shape != (size,) or not finite:
-                raise ValueError(f"{name}: got shape {tuple(values.shape)}, expected {size} finite numbers")
+                raise ValueError(f"{name}: got shape {tuple(values.shape)}, expected {size} finite numbers.")
         if size == 0:
-            raise ValueError("keep: got no steps, expected at least one")
+            raise ValueError("keep: got no steps, expected at least one.")
 
     def __len__(self) -> int:
         return len(self.keep)

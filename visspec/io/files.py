@@ -70,13 +70,7 @@ def loads(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("JSON is nested too deeply") from None
-
-
-def append_json(path: Path, value: object) -> None:
-    """Append a value to a file of JSON lines. It is then safe even if the process is killed."""
-    with naming(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(value) + "\n")
+        raise ValueError("JSON is nested too deeply.") from None
 
 
 def lock(file: BinaryIO, path: Path) -> None:
@@ -97,7 +91,7 @@ def same_settings(home: Path, path: Path, about: dict[str, Any]) -> None:
     with suppress(ValueError):
         before = loads(home.read_bytes())
     if not isinstance(before, dict):
-        raise ValueError(f"{home}: got no JSON object, expected the settings of the records in {path}")
+        raise ValueError(f"{home}: got no JSON object, expected the settings of the records in {path}.")
     for name, value in json.loads(json.dumps(about)).items():
         if name != "provenance" and before.get(name) != value:
             made = f"records made with {before.get(name)!r}"
@@ -147,7 +141,7 @@ class Journal:
             try:
                 self._note(loads(line))
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{self.path}: got line {number}, expected a JSON object with an id") from None
+                raise ValueError(f"{self.path}: got line {number}, expected a JSON object with an id.") from None
             end += len(line)
         return end
 
@@ -198,8 +192,8 @@ def unwritable(path: Path, folder: bool = False) -> str | None:
     """Return why a file can't be written, or created in a folder; None if it can. Existing files are not changed."""
     try:
         if path.exists() and path.is_dir() != folder:
-            found, wanted = ("file", "folder") if folder else ("folder", "file")
-            return f"{path} is a {found}, expected a {wanted}"
+            kind, expected = ("file", "folder") if folder else ("folder", "file")
+            return f"{path} is a {kind}, expected a {expected}"
         if is_device(path):
             return None
         with suppress(FileNotFoundError):

@@ -34,7 +34,7 @@ def fetch(name: str) -> Path:
         why = "is not in the cache, and the hub could not be reached"
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
         why = f"could not be fetched ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
-    raise ValueError(f"checkpoint: {name} {why}, expected a folder, or a repository of safetensors that can be read")
+    raise ValueError(f"checkpoint: {name} {why}, expected a folder, or a repository of safetensors that can be read.")
 
 
 def require(name: str) -> None:

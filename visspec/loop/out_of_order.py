@@ -88,10 +88,10 @@ class OutOfOrderDecoder:
 
     def due(self, b: int) -> Places:
         """Return the positions to run in a row's next pass: the fresh ones, each with the following grammar tokens."""
-        found = []
+        places = []
         for place in self.fresh[b]:
-            found += self.tail(place)
-        return found
+            places += self.tail(place)
+        return places
 
     def tail(self, place: int) -> Places:
         """Return a place and the grammar that follows it."""

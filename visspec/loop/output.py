@@ -62,8 +62,8 @@ class TokenBuffer:
         if on_tokens is not None and on_tokens(tokens[len(tokens) - count :]):
             self.finished.add(row)
 
-    def in_generation_order(self, row: int, items: list[Any], given: str | int | None = None) -> list[Any]:
-        """Return items of a row's nodes in the order of `values`, with `given` for nodes that were not drawn."""
+    def in_raster_order(self, row: int, items: list[Any]) -> list[Any]:
+        """Return items of a row's nodes in the order of `values`."""
         return items
 
     def values(self, row: int) -> Tensor:

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from visspec.loop.setup import DecodingSetup
 from visspec.types import Request, Round, State
 
-COLOURS = {"plain": "#555555", "drafted": "#00724d", "bonus": "#0b5cad", "corrected": "#b34700", "given": "#6f6f6f"}
+COLOURS = {"plain": "#555555", "drafted": "#00724d", "bonus": "#0b5cad", "corrected": "#b34700"}
 MEANING = {
     "plain": "no draft",
     "drafted": "drafted and accepted",
     "bonus": "bonus after a full path",
     "corrected": "corrected by the target",
-    "given": "given, not drawn",
 }
 
 

@@ -244,11 +244,11 @@ class Stream:
             self.ready.append(opened)
 
     def _move(self, ready: RunningBatch, lane: RunningBatch, take: list[int]) -> None:
-        taken = [ready.state.rows[b] for b in take]
+        numbers = [ready.state.rows[b] for b in take]
         free = [n for n in range(len(lane.state.tokens)) if n not in lane.rows]
         more = range(len(lane.state.tokens), len(lane.state.tokens) + len(take))
         places = [*free, *more][: len(take)]
-        lane.rows |= {place: ready.rows.pop(number) for place, number in zip(places, taken)}
+        lane.rows |= {place: ready.rows.pop(number) for place, number in zip(places, numbers)}
         ready.left = ready.left[len(take) :]
         join(lane.state, self.setup.target, self.setup.drafter, ready.state, take, places)
 

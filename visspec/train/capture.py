@@ -61,9 +61,9 @@ def _law(target: Target, request: Request, prefill: Scores) -> Callable[[Tensor]
     law, states = target.law(request), prefill.aux.get("states")
     if law is None or states is None:
         return None
-    found, expected = (logits.softmax(dim=-1) for logits in (law(states), categorical(prefill.distribution).logits))
+    actual, expected = (logits.softmax(dim=-1) for logits in (law(states), categorical(prefill.distribution).logits))
     close = 1e-3 if states.dtype in (torch.float32, torch.float64) else 0.1
-    same = found.shape == expected.shape and bool((found - expected).abs().sum(dim=-1).max() < close)
+    same = actual.shape == expected.shape and bool((actual - expected).abs().sum(dim=-1).max() < close)
     return law if same else None
 
 

@@ -70,7 +70,7 @@ KINDS = {"tv": tv, "soft_ce": soft_ce, "kl": kl}
 def of(kind: str):
     """Return a loss by name; only q gets a gradient. Raises ValueError for an unknown name."""
     if kind not in KINDS:
-        raise ValueError(f"loss: got {kind!r}, expected one of {', '.join(KINDS)}")
+        raise ValueError(f"loss: got {kind!r}, expected one of {', '.join(KINDS)}.")
     return KINDS[kind]
 
 
@@ -133,8 +133,8 @@ def rollout_loss(
                         if gradient is not None:
                             used[p] = used[p].add_(gradient) if p in used else gradient
     if graph:
-        found = [gradient.view_as(step.states) for gradient, step in zip(known, steps)]
-        total = _KnownGradient.apply(total, [*found, *used.values()], *(step.states for step in steps), *used)
+        gradients = [gradient.view_as(step.states) for gradient, step in zip(known, steps)]
+        total = _KnownGradient.apply(total, [*gradients, *used.values()], *(step.states for step in steps), *used)
     return total, agreed
 
 

@@ -214,7 +214,7 @@ def pixels_of(image: np.ndarray | Image.Image) -> np.ndarray:
     """Return float32 (height, width, 3) of an RGB image (PIL, uint8 or float 0..255), else raise ValueError."""
     rgb = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image, np.float32)
     if rgb.ndim != 3 or rgb.shape[2] != 3 or min(rgb.shape[:2]) < 32:
-        raise ValueError(f"image: got shape {rgb.shape}, expected (height, width, 3) with sides of at least 32")
+        raise ValueError(f"image: got shape {rgb.shape}, expected (height, width, 3) with sides of at least 32.")
     return rgb
 
 
@@ -259,10 +259,10 @@ class ShapeDetector(WorldDetector):
         explained = (
             self._explain(rgb, mask, colour, sigma, side) for mask, colour in self._parts(front, distance, side)
         )
-        found = [(self._coloured(*one, pixels), one[1]) for one in explained if one is not None]
-        found.sort(key=lambda pair: -pair[0].score)
-        shapes = tuple(shape for shape, _ in found)
-        stack = np.stack([template for _, template in found]) if found else np.zeros((0, *front.shape), np.float32)
+        pairs = [(self._coloured(*one, pixels), one[1]) for one in explained if one is not None]
+        pairs.sort(key=lambda pair: -pair[0].score)
+        shapes = tuple(shape for shape, _ in pairs)
+        stack = np.stack([template for _, template in pairs]) if pairs else np.zeros((0, *front.shape), np.float32)
         return Analysis(shapes, self._unexplained(front | (from_ground > FOREIGN), distance, shapes, stack), stack)
 
     @staticmethod
@@ -319,9 +319,9 @@ class ShapeDetector(WorldDetector):
         if HOPELESS < score < SHARP:
             for soft in SOFT:
                 blunt = _TemplateFit(alpha, float(np.hypot(sigma, soft)), radii)
-                found = blunt.best()
-                if found[0] > score:
-                    fit, (score, kind, (x, y, radius)) = blunt, found
+                best = blunt.best()
+                if best[0] > score:
+                    fit, (score, kind, (x, y, radius)) = blunt, best
         if score < self.score:
             return None
         px, py, r = x / STEPS - fit.margin + left, y / STEPS - fit.margin + top, radius / STEPS

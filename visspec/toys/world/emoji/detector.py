@@ -260,11 +260,11 @@ class EmojiDetector(WorldDetector):
             if places is None or not len(places.x) or len(out) == MOST:
                 break
             at = int(places.gain.amax(1).argmax())
-            found = self._fitted(pixels, places, at, noise)
-            if found.score >= self.score:
-                out.append(found)
-                reach = 0.36 * (places.side + found.side)
-                far = ((places.x - found.x).abs() > reach) | ((places.y - found.y).abs() > reach)
+            emoji = self._fitted(pixels, places, at, noise)
+            if emoji.score >= self.score:
+                out.append(emoji)
+                reach = 0.36 * (places.side + emoji.side)
+                far = ((places.x - emoji.x).abs() > reach) | ((places.y - emoji.y).abs() > reach)
             else:
                 far = ~_around(places, at)
             places = Places(*(part[far] for part in places))
