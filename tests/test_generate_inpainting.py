@@ -49,7 +49,6 @@ def test_files_are_drawn_into(folder, files, tmp_path, capsys):
 
 
 BAD = [
-    (["--image", "picture"], "visspec: --mask: got none, expected both --image and --mask"),
     (["--mask", "mask"], "visspec: --image: got none, expected both --image and --mask"),
     (["--image", "nowhere", "--mask", "mask"], "visspec: --image: got nowhere, expected an image file"),
     (["--image", "picture", "--mask", "nowhere"], "visspec: --mask: got nowhere, expected an image file"),

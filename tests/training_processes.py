@@ -11,7 +11,7 @@ from visspec.api import train_drafter
 from visspec.api import train_processes as workers
 from visspec.train.loop import SingleProcess, Trainer
 
-STOP = 6
+STOP = 3
 
 
 class ByHand(SingleProcess):
@@ -38,12 +38,12 @@ def pictures(folder: Path) -> None:
 
 
 def run_of(home: Path, name: str, **options) -> list[dict]:
-    """A short run of eight steps on pictures in `data`, without a processor."""
+    """A short run of four steps on pictures in `data`, without a processor."""
     model = model_of("llava")
     train_drafter.targets.load = lambda *a, **k: (model, None)
     train_drafter.prepare = lambda p, images, texts, m: prompt("llava", ["4 i 5"] * len(images))
-    sizes = {"steps": 8, "rows": 2, "max_new_tokens": 8, "group": 1, "reuse": 2, "unroll": 2, "image_latents": 0}
-    saving = {"save_every": 4, "validate_every": 4, "warm_up": 0.125}
+    sizes = {"steps": 4, "rows": 2, "max_new_tokens": 8, "group": 1, "reuse": 2, "unroll": 2, "image_latents": 0}
+    saving = {"save_every": 2, "validate_every": 2, "warm_up": 0.25}
     return train_drafter.run("x", home / "data", home / name, **sizes | saving | options)
 
 
