@@ -1,4 +1,4 @@
-"""Models that transformers loads to draft for others: which drafter runs one is read off its form, not its name."""
+"""Models that transformers loads as drafters. The drafter class is chosen by a model's structure, not by its name."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from visspec.types import Drafter
 
 
 def assistant(spec: PreTrainedModel, model: PreTrainedModel, **options: Any) -> Drafter:
-    """The drafter that runs a loaded model for `model`; options: those of its class. Raises ValueError where it does
-    not fit.
+    """Return the drafter that runs a loaded model for `model`. options: those of its class. Raises ValueError if the
+    two do not fit.
     """
     config = getattr(spec, "config", None)
     if all(hasattr(config, name) for name in dflash.NEEDED):
@@ -33,9 +33,9 @@ def assistant(spec: PreTrainedModel, model: PreTrainedModel, **options: Any) -> 
 
 
 def load_assistant(folder: Path, data: dict, model: PreTrainedModel, **options: Any) -> Drafter:
-    """The drafter of a folder with a model that transformers knows, in the target's dtype and on its device.
+    """Load the drafter from a folder with a transformers model, in the target's dtype and on its device.
 
-    Raises ValueError for a class that transformers does not have, or tensors that are not exactly its own.
+    Raises ValueError for a class that transformers does not have, or if tensors are missing or unexpected.
     """
     named = list_of(data.get("architectures"))
     kind = getattr(transformers, named[0], None) if named and isinstance(named[0], str) else None

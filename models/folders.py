@@ -1,4 +1,4 @@
-"""What our own image models share: folders as transformers writes them, read strictly."""
+"""Base class of our own image models: folders in transformers' layout, read strictly."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from visspec.io.checkpoint import (
 
 
 class PartsConfig(PreTrainedConfig):
-    """network, codec: the settings of a network and of what turns its codes into pictures."""
+    """network, codec: settings of the network and of the codec that decodes its codes to images."""
 
     def __init__(self, network: dict[str, Any] | None = None, codec: dict[str, Any] | None = None, **options: Any):
         self.network, self.codec = network or {}, codec or {}
@@ -31,20 +31,20 @@ class PartsConfig(PreTrainedConfig):
 
 
 class OwnImageModel(PreTrainedModel):
-    """Base class of networks that transformers does not have."""
+    """Base class of image networks that transformers does not have."""
 
-    generation_config: Any = None  # guidance and temperature of a folder, for those who sample
-    class_conditional = False  # whether prompts are names, which no processor reads
-    text_features = 0  # numbers of a word from the text encoder that the model needs; 0: it needs none
+    generation_config: Any = None  # the folder's defaults for guidance and temperature
+    class_conditional = False  # whether prompts are class names, which need no processor
+    text_features = 0  # feature size of the text encoder that the model needs; 0: it needs none
 
     @property
     def image_codec(self) -> Any:
-        """What turns codes into pictures."""
+        """The codec that decodes codes to images."""
         return getattr(self, "codec", None)
 
     @classmethod
     def of(cls, entries: dict[str, Any], settings: dict[str, Any], **parts: nn.Module) -> Self:
-        """A model of loaded parts, by their names in it. entries: of its configuration; settings: of
+        """Build a model from loaded parts, by attribute name. entries: of its configuration; settings: of
         `generation_config`.
         """
         configuration = cls.config_class
@@ -57,20 +57,20 @@ class OwnImageModel(PreTrainedModel):
         return model.eval()
 
     def save_pretrained(self, save_directory: str | PathLike[str], *args: Any, **options: Any) -> None:
-        """As transformers', and `generation_config`, which it writes only for models with its own `generate`."""
+        """Save as transformers does, and save `generation_config`, which it skips for models without `generate`."""
         super().save_pretrained(save_directory, *args, **options)
         if self.generation_config is not None:
             self.generation_config.save_pretrained(save_directory)
 
     def guidance(self, settings: GenerationConfig | None) -> float:
-        """The guidance scale of these settings, by default the folder's."""
+        """Return the guidance scale of these settings, by default the folder's."""
         found = getattr(settings or self.generation_config, "guidance_scale", None)
         return 1.0 if found is None else float(found)
 
     @classmethod
     def read(cls, folder: str | Path, dtype: torch.dtype = torch.float32) -> Self:
-        """The model of a folder, in eval mode. Raises ValueError in one
-        sentence for another folder, before any weight is read where the headers tell it.
+        """Load the model of a folder, in eval mode. Raises ValueError if the folder does not fit, if possible before
+        it reads any weights.
         """
         where = check_folder(folder)
         configuration = cls.config_class
@@ -82,7 +82,7 @@ class OwnImageModel(PreTrainedModel):
             with torch.device("meta"):
                 check_shapes(cls(configuration.from_dict(entries)), read_shapes(where), where)
             model: Any = cls(configuration.from_dict(entries))
-        except Exception as error:  # of whichever library checks the part that is wrong
+        except Exception as error:  # from whichever library checks the wrong entry
             raise ValueError(f"model: config.json of {where} describes no model ({first_line(error)})") from None
         load_strictly(model.to(dtype), read_tensors(where), where)
         if (where / GENERATION_CONFIG_NAME).is_file():
@@ -92,11 +92,11 @@ class OwnImageModel(PreTrainedModel):
 
 
 def unpack(model: Any, codec: Any, settings: GenerationConfig | None = None) -> tuple[Any, Any, float | None]:
-    """The network, the codec and the guidance scale of a folder's model; those given and None of a bare network.
+    """Return the network, the codec and the guidance scale of a folder's model; for a bare network, no guidance scale.
 
     Args:
-        codec: In place of the model's, if not None.
-        settings: A generation_config in place of the model's.
+        codec: Replaces the model's codec if not None.
+        settings: A generation_config that replaces the model's.
     """
     if not isinstance(model, OwnImageModel):
         return model, codec, None

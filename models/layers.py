@@ -1,4 +1,4 @@
-"""Parts of networks: a root-mean-square norm, and rotary embeddings of adjacent channels.
+"""Building blocks of networks: a root-mean-square norm, rotary embeddings of adjacent channels, and helpers.
 
 Shapes: B rows, T elements, H heads, E head size, P positions, C = E / 2 channels of a rotation.
 """
@@ -26,20 +26,18 @@ ROPE_SCALINGS: dict[str, set[str]] = {
     "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {"factor", "original_max_position_embeddings"},
 }
-OPTIONAL_FACTORS = {
-    "yarn": {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
-}  # may be left out
+OPTIONAL_FACTORS = {"yarn": {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}}
 
 
 def depth(model: PreTrainedModel) -> int:
-    """Number of layers with a hidden state behind each; LongCat's configuration counts halves of its layers."""
+    """Number of layers that have a hidden state; LongCat's configuration counts halves of its layers."""
     layers = getattr(model.get_decoder(), "layers", None)
     return model.config.get_text_config().num_hidden_layers if layers is None else len(layers)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers reports errors only."""
+    """Context in which transformers logs errors only."""
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -49,13 +47,13 @@ def quiet() -> Iterator[None]:
 
 
 def load_exactly(kind: Any, argument: str, where: object, **options: object) -> Any:
-    """A model of transformers with exactly the tensors of a folder or hub id; else ValueError, with the argument."""
+    """Load a transformers model and require exactly its tensors. ValueErrors start with the argument's name."""
     try:
-        with quiet():  # what it would report of the tensors is said below, in one sentence
+        with quiet():  # its reports on tensors become one error below
             model, info = kind.from_pretrained(str(where), use_safetensors=True, output_loading_info=True, **options)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of whichever library checks the part that is wrong
+    except Exception as error:  # from whichever library checks the wrong entry
         raise ValueError(f"{argument}: {where} could not be loaded, {first_line(error)}") from None
     for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(keys):
@@ -70,20 +68,20 @@ def same_table(a: Tensor, b: Tensor, atol: float) -> bool:
 
 
 def unit(x: Tensor) -> Tensor:
-    """x divided by its root mean square, along the last dimension."""
+    """Divide x by its root mean square along the last dimension."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).clamp(min=TINY)
     return x * (math.sqrt(x.shape[-1]) / norm).to(x.dtype)
 
 
 def over_vocabulary(logits: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
-    """Logits (..., D) of some target ids (D,) as those of all (..., V): -inf elsewhere. ids None: they are of all."""
+    """Expand logits (..., D) of some target ids (D,) to all ids (..., V), -inf elsewhere. ids None: all, unchanged."""
     if ids is None:
         return logits
     return logits.new_full((*logits.shape[:-1], vocab), float("-inf")).index_copy_(-1, ids, logits)
 
 
 class Network(nn.Module):
-    """Base class of networks whose parameters are on one device, of one dtype."""
+    """Base class of networks whose parameters share one device and one dtype."""
 
     @property
     def device(self) -> torch.device:
@@ -95,7 +93,7 @@ class Network(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """Two linear layers with a GELU between them, by timm's names."""
+    """Two linear layers with a GELU between them, with timm's names."""
 
     def __init__(self, width: int, hidden: int, out: int, bias: bool = True, approximate: str = "none"):
         super().__init__()
@@ -119,13 +117,13 @@ class FeatureRMSNorm(nn.Module):
 
 
 def rotations(length: int, size: int, theta: float, device: torch.device | str) -> Tensor:
-    """exp(i * position * frequency) for positions [0, length), complex64 (length, size / 2)."""
+    """Return exp(i * position * frequency) for positions [0, length), complex64 (length, size / 2)."""
     frequency = theta ** -(torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)
     angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency
     return torch.polar(torch.ones_like(angle), angle)
 
 
 def rotate(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
-    """Rotate pairs of adjacent channels. Out of place, differentiable, in float32."""
+    """Rotate pairs of adjacent channels, out of place, differentiably, in float32."""
     pairs = torch.view_as_complex(x_BTHE.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turn_BTC[..., None, :]).flatten(-2).to(x_BTHE.dtype)

@@ -1,5 +1,5 @@
-"""Drafters of checkpoints that others made: which form a folder has is read off its configuration and the names of its
-tensors, never off code in it. What is not known is refused by name, so that no head runs as another algorithm.
+"""Published drafter checkpoints. A folder's form follows from its configuration and tensor names; no code in it is run.
+Unknown forms are refused by name, so that no head runs under a different algorithm.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from visspec.models.eagle import layout as eagle_layouts
 from visspec.models.eagle.lantern import LanternDrafter, family_of_layout
 from visspec.types import Drafter
 
-SPECULATORS = {"eagle3": "eagle", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash"}  # readers of layouts
+SPECULATORS = {"eagle3": "eagle", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash"}  # type -> reader
 EAGLE3 = (
     "LlamaForCausalLMEagle3",
     "Eagle3LlamaForCausalLM",
@@ -35,15 +35,15 @@ BLOCKS = {
     "DominoDraftModel": "domino",
     "Qwen3DSparkModel": "deepspec",
 }
-PLAIN = ("LlamaForCausalLM", "LlamaModel")  # what EAGLE-1, 2 and 3 call themselves, if they do
-HEAD = {"fc.weight", "layers.0.self_attn.q_proj.weight"}  # of MSD and ViSpec, which are called as their target is
+PLAIN = ("LlamaForCausalLM", "LlamaModel")  # class names of EAGLE-1, 2 and 3, if any
+HEAD = {"fc.weight", "layers.0.self_attn.q_proj.weight"}  # of MSD and ViSpec, whose class name is their target's
 ASSISTANTS = ("muse_glimmer_assistant", "gemma4_assistant", "gemma4_unified_assistant")
-WORDS = ("eagle", "dflash", "speculator", "medusa", "spark", "mtp", "hydra", "draft")  # of drafters that we don't have
+WORDS = ("eagle", "dflash", "speculator", "medusa", "spark", "mtp", "hydra", "draft")  # of unsupported drafters
 
 
 def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
-    """(reader, form) of a folder: ("eagle", "eagle" | "eagle3" | "speculators"), ("dflash", a form of
-    `block.layout`) or ("transformers", ""). Raises ValueError for anything else, or where configuration and tensors
+    """Return a folder's reader and form: ("eagle", "eagle" | "eagle3" | "speculators"), ("dflash", a form of
+    `block.layout`) or ("transformers", ""). Raises ValueError for anything else, or if configuration and tensors
     disagree.
     """
     names, named = set(names), list_of(data.get("architectures"))
@@ -59,7 +59,7 @@ def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
         return "eagle", "eagle"
     if first in EAGLE3 or (first in ("", *PLAIN) and any(name.startswith("midlayer.") for name in names)):
         return "eagle", "eagle3"
-    bare = any(name.startswith(("fc.", "layers.")) for name in names)  # models of transformers have them in `model.`
+    bare = any(name.startswith(("fc.", "layers.")) for name in names)  # transformers' names start with `model.`
     strange = "dflash_config" in data or any(word in first.lower() for word in WORDS)
     if not strange and (bare if first in ("", *PLAIN) else HEAD <= names):
         return "eagle", "eagle"
@@ -73,7 +73,7 @@ def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
 
 
 def _speculators(folder: Path, data: dict) -> str:
-    """The type of a checkpoint of speculators, which it names twice."""
+    """Return the type of a speculators checkpoint, which its configuration states twice."""
     kind = data["speculators_model_type"]
     algorithm = object_of(data.get("speculators_config")).get("algorithm", kind)
     if not isinstance(kind, str) or kind not in SPECULATORS:
@@ -84,16 +84,16 @@ def _speculators(folder: Path, data: dict) -> str:
 
 
 def reader(folder: Path) -> Any:
-    """What reads a folder that someone else made, and whose arguments are its options: a class, or `load`."""
+    """Return the callable that reads a published folder, whose arguments are its options: a class, or `load`."""
     shapes = strip_prefix(read_shapes(check_folder(folder)), folder)
     return LanternDrafter if family_of_layout(read_json(folder, CONFIG), set(shapes)) else load
 
 
 def load(folder: str | Path, model: PreTrainedModel, **options: Any) -> Drafter:
-    """The drafter of a folder that someone else made, for its target. options: `width` and `nodes` of its trees, and of
-    one-layer drafters `images`, what they see of a picture.
+    """Load a published drafter for its target. options: `width` and `nodes` of its trees and, for one-layer drafters,
+    `images`, how they represent images.
 
-    Raises ValueError, before weights are read, for another algorithm, another target or other tensors.
+    Raises ValueError, before it reads weights, for another algorithm, another target or other tensors.
     """
     root = check_folder(folder)
     data, shapes = read_json(root, CONFIG), strip_prefix(read_shapes(root), root)

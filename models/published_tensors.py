@@ -1,9 +1,8 @@
 """Checkpoints in their authors' original key layouts, for our networks and for stock classes.
 
-`Weights` is shared by all layouts: safetensors (pickles raise; `visspec convert` converts them), renamed by an ordered
-list of rules and copied into a module strictly, with errors that give a tensor's published name. The families are in
-`models/*/layout.py`: one function infers the configuration of the network, another one loads it. Errors are
-ValueErrors of one sentence.
+All layouts use `Weights`: safetensors (pickles raise; `visspec convert` converts them), renamed by an ordered list of
+rules and copied into a module strictly, with errors that give a tensor's published name. Each family has a
+`models/*/layout.py` with one function that infers the network's configuration and one that loads it.
 """
 
 from __future__ import annotations
@@ -34,16 +33,16 @@ from visspec.io.checkpoint import (
 Rules = Iterable[tuple[str, str | Callable[[re.Match], str]]]
 Named = dict[str, tuple[str, Tensor]]  # new name -> (published name, tensor)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-GROUPS = 32  # of every group norm in these image codecs
+GROUPS = 32  # of all group norms in these image codecs
 SHOWN = 4
 
 
 def read_all_tensors(path: str | Path) -> dict[str, Tensor]:
-    """All tensors of a .safetensors file, or of a folder of them; no file outside the folder is opened. Prefixes of
-    wrappers are removed from the names (`checkpoint.unwrapped`).
+    """Read all tensors of a .safetensors file, or of a folder of them; no file outside the folder is opened. Wrapper
+    prefixes are removed from the names (`checkpoint.unwrap_names`).
 
     Raises ValueError for a pickle, a missing path, a file that is not safetensors, a duplicate name, or averaged
-    weights in addition to plain ones.
+    weights next to plain ones.
     """
     path = Path(path)
     if not path.exists():
@@ -61,14 +60,14 @@ def read_all_tensors(path: str | Path) -> dict[str, Tensor]:
 
 
 def rename_tensor(name: str, rules: Rules) -> str:
-    """Apply all rules to a name, in order: pairs of a pattern and a replacement for re.sub."""
+    """Apply all rules to a name, in order. A rule is a pattern and a replacement for re.sub."""
     for pattern, replacement in rules:
         name = re.sub(pattern, replacement, name)
     return name
 
 
 def rename(tensors: Mapping[str, Value], rules: Rules, dropped: str = "(?!)") -> dict[str, tuple[str, Value]]:
-    """New name -> (published name, tensor or its shape). Names whose start matches `dropped` are omitted."""
+    """Map new names to (published name, tensor or its shape). Names whose start matches `dropped` are omitted."""
     rules = list(rules)
     named: dict[str, tuple[str, Value]] = {}
     for name, tensor in tensors.items():
@@ -82,7 +81,7 @@ def rename(tensors: Mapping[str, Value], rules: Rules, dropped: str = "(?!)") ->
 
 
 class Weights(dict[str, Tensor]):
-    """Tensors of published files by our names. Their published names and `where` they are from are for errors."""
+    """Tensors of published files under our names. Published names and the path `where` appear in errors."""
 
     def __init__(self, where: str | Path, named: Named):
         super().__init__({new: tensor for new, (_, tensor) in named.items()})
@@ -90,7 +89,7 @@ class Weights(dict[str, Tensor]):
 
     @classmethod
     def read(cls, path: str | Path, rules: Rules = (), dropped: str = "(?!)") -> Self:
-        """The tensors of a file or folder, without those that are no weights, as `rename`."""
+        """Read the tensors of a file or folder and rename them; `dropped` names are omitted, as in `rename`."""
         return cls(path, rename(read_all_tensors(path), rules, dropped))
 
     def renamed(self, rules: Rules) -> Self:
@@ -98,7 +97,7 @@ class Weights(dict[str, Tensor]):
         return type(self)(self.where, {new: (self.published[old], tensor) for new, (old, tensor) in named.items()})
 
     def shape(self, name: str, dimensions: int) -> tuple[int, ...]:
-        """The shape of a required tensor, which determines the configuration."""
+        """Return the shape of a required tensor, which determines the configuration."""
         if name not in self:
             some = ", ".join(sorted(self.published.values())[:SHOWN])
             raise ValueError(f"checkpoint: {self.where} has no tensor {name!r} (but {some}, ...)")
@@ -108,12 +107,12 @@ class Weights(dict[str, Tensor]):
         return tuple(self[name].shape)
 
     def count(self, prefix: str) -> int:
-        """Number of different indices after a prefix: layers, levels or blocks."""
+        """Count the different indices after a prefix: layers, levels or blocks."""
         pattern = re.compile(re.escape(prefix) + r"(\d+)\.")
         return len({match[1] for match in map(pattern.match, self) if match})
 
     def encoder(self) -> tuple[int, tuple[int, ...], int]:
-        """Channels, multipliers and blocks of the levels of a convolutional encoder with taming's names."""
+        """Return the channels, multipliers and blocks per level of a convolutional encoder with taming's names."""
         first = self.shape("encoder.conv_in.weight", 4)[0]
         levels = range(max(self.count("encoder.down."), 1))
         widths = [self.shape(f"encoder.down.{i}.block.0.conv1.weight", 4)[0] for i in levels]
@@ -121,20 +120,20 @@ class Weights(dict[str, Tensor]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the largest tensor of weights."""
+        """Dtype of the largest floating-point tensor."""
         found = [tensor for tensor in self.values() if tensor.is_floating_point()]
         return max(found, key=Tensor.numel, default=torch.zeros(0)).dtype
 
     def load(self, module: ModuleT) -> ModuleT:
-        """The module with exactly these tensors, in their dtype and in evaluation mode."""
-        nn.Module.to(module, self.dtype)  # diffusers' `to` warns of modules kept in float32 even if there are none
+        """Load exactly these tensors into the module, in their dtype, and return it in evaluation mode."""
+        nn.Module.to(module, self.dtype)  # diffusers' own `to` warns about modules kept in float32 even without any
         load_strictly(module, self, self.where, lambda name: self.published.get(name, name))
         return module.eval()
 
 
 @contextmanager
 def one_sentence(where: str | Path) -> Iterator[None]:
-    """Context manager: errors from the original config.json become a ValueError of one sentence."""
+    """Context manager that turns errors from a published config.json into a one-line ValueError."""
     try:
         yield
     except (AttributeError, KeyError, TypeError, StrictDataclassError) as error:
@@ -143,9 +142,9 @@ def one_sentence(where: str | Path) -> Iterator[None]:
 
 
 def stock(kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> Any:
-    """A transformers model with uninitialised weights, in evaluation mode. Raises ValueError for an invalid config."""
+    """Build a transformers model with uninitialized weights, in evaluation mode. Raises ValueError for a bad config."""
     try:
         with no_init_weights():
             return kind._from_config(config, dtype=dtype).eval()
     except (TypeError, ValueError, KeyError, AssertionError, ZeroDivisionError) as error:
-        raise ValueError(f"config: {kind.__name__} does not take it ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"config: {kind.__name__} rejects it ({str(error).splitlines()[0]})") from None

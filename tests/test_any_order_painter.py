@@ -197,10 +197,10 @@ def test_codes_are_pictures_too(pipe):
 
 
 BAD = [
-    ({"mask_image": None}, "mask_image: got None beside image, expected both"),
-    ({"image": None}, "image: got None beside mask_image, expected both"),
+    ({"mask_image": None}, "mask_image: got None. Inpainting needs both"),
+    ({"image": None}, "image: got None. Inpainting needs both"),
     ({"mask_image": masked()[:24]}, "mask_image: got a size of 24 x 48, expected 48 x 48, that of the image"),
-    ({"mask_image": masked(0, 0, 0, 0)}, "mask_image: got one that is black everywhere, expected white"),
+    ({"mask_image": masked(0, 0, 0, 0)}, "mask_image: The mask is black everywhere"),
     ({"mask_image": "mask.png"}, "mask_image: got a str, expected a PIL image"),
     ({"mask_image": [masked()] * 3}, "mask_image: got 3, expected one or 1, one for each prompt"),
     ({"image": "cat.png"}, "image: got a str, expected a PIL image"),

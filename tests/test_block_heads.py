@@ -88,7 +88,7 @@ def test_confidence_bounds_the_next_draft():
 
 def test_confidence_is_refused_where_nothing_expects_it():
     drafter = lambda **more: BlockDrafter.for_model(model_of("llava"), layers=1, block=5, **more)  # noqa: E731
-    with pytest.raises(ValueError, match="for a drafter without a head that expects acceptance rates"):
+    with pytest.raises(ValueError, match="for a drafter without a head that predicts acceptance rates"):
         drafter().shaped(confidence=0.3)
     with pytest.raises(ValueError, match="for trees"):
         drafter(confidence=True).shaped(tree="3-2", confidence=0.3)

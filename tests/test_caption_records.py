@@ -127,7 +127,9 @@ def test_shard_links(folder, tmp_path, capsys):
     assert good == {"x/a": "42", "x/b": "42", "c": None, "d": None, "e": None}
     bad = {id: record.error for id, record in found.items() if id not in good}
     assert set(bad) == {"f", "g", "h", "i", "j"}
-    assert all(f"got {id}.png, which is no file and no link to one in the archive" in text for id, text in bad.items())
+    assert all(
+        f"got {id}.png, which is neither a file nor a link to one in the archive" in text for id, text in bad.items()
+    )
     out = tmp_path / "o.jsonl"
     assert main(["caption", str(shard), "--out", str(out), *SHORT]) == 1
     assert len(lines(out)) == 10 and sum("caption" in line and line["caption"] is not None for line in lines(out)) == 5
@@ -229,7 +231,7 @@ def test_unlistable_folder(source, folder, tmp_path, monkeypatch):
     assert len(found) == {"": 4, "**/*.png": 4, "*/*/*.png": 1}[source]
     (lost,) = (r for r in found if r.error)
     assert (lost.id, lost.image) == (str(closed), None)
-    assert lost.error == f"{closed}: got a folder that can't be listed (Permission denied), expected one that can"
+    assert lost.error == f"{closed}: can't list this folder (Permission denied)"
     with pytest.raises(PermissionError):
         image_files(folder)  # a metric over part of a folder would be of another set
 
@@ -296,7 +298,7 @@ def test_json_that_is_nested_too_deeply_costs_its_own_record(folder, tmp_path):
     assert "no JSON" in one.error and "no JSON" in two.error and (three.error, three.id) == (None, f"{table}:3")
     assert [(r.prompt, bool(r.error)) for r in sources.prompts(table)] == [(None, True)] * 2 + [("what ?", False)]
     first, second, third = sources.records([shard])
-    assert first.error == f"{shard}/a: got a .json that is no JSON, expected an object"
+    assert first.error == f"{shard}/a: got a .json that is not JSON, expected an object"
     assert (second.prompt, second.image) == ("42", data) and (third.prompt, third.image) == (None, data)
 
 

@@ -130,6 +130,6 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, clip):
 
 def test_missing_package_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_fidelity", None)
-    expected = "is not installed, expected it (pip install 'visspec[eval]')"
+    expected = "is not installed. Run pip install 'visspec[eval]'."
     assert f"kid: torch_fidelity {expected}" in refused(capsys, "kid", tmp_path, tmp_path)
     assert "generated: got" in refused(capsys, "fid", tmp_path / "none", tmp_path)  # does not need it

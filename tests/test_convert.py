@@ -160,7 +160,7 @@ def test_a_drafter_of_lantern_is_found_in_the_folder(tmp_path, monkeypatch):
     exact = pipe("a red cube", preset="drafter", **options)
     plain = pipe("a red cube", preset="plain", **options)
     assert torch.equal(exact.tokens[0], plain.tokens[0])
-    with pytest.raises(ValueError, match="drafter: got 'distilled', which has to be trained"):
+    with pytest.raises(ValueError, match="drafter: 'distilled' must be trained first"):
         pipe("a red cube", drafter="distilled", **options)
     again = pipe("A red  cube", drafter="alone:levels=8", acceptance="exact", **options)  # captions are lower case
     assert torch.equal(again.tokens[0], plain.tokens[0])
@@ -192,7 +192,7 @@ def test_anole_gets_its_codec(tmp_path, monkeypatch, capsys):
     assert ImagePipeline.from_pretrained("again", parts=parts)("a red cube", seed=3).images == found.images
     for arguments, words in (
         ([], "vq: got none, expected the published codec of Anole"),
-        (["--vq", "gone.ckpt"], "there is no gone.ckpt"),
+        (["--vq", "gone.ckpt"], "gone.ckpt does not exist"),
         (["--vq", "other.ckpt"], "vq: got a codec of 16 codes, expected one of 24"),
     ):
         assert words in refused(capsys, *call[:3], *arguments, "--out", "new")
@@ -206,21 +206,21 @@ def test_what_is_missing_is_named_with_its_argument(tmp_path, monkeypatch, capsy
     torch.save(filled(llamagen_vq_names()), "other.pt")
     for arguments, words in (
         ([weights], "vq: got none, expected the published codec of llamagen (t2i_*.pt"),
-        ([weights, "--vq", "gone.pt"], "vq: there is no gone.pt"),
-        (["gone.pt", "--vq", vq], "weights: there is no gone.pt"),
+        ([weights, "--vq", "gone.pt"], "vq: gone.pt does not exist"),
+        (["gone.pt", "--vq", vq], "weights: gone.pt does not exist"),
         ([weights, "--vq", vq, "--heads", "4"], "size: got None, expected the side of the model's images in pixels"),
         ([weights, "--vq", vq, "--size", "8"], "expected heads="),
         ([weights, "--vq", vq, *size], "text: got none, expected the text encoder that llamagen was trained with"),
-        ([weights, "--vq", vq, *size, "--text", "small"], "text: small gives 6 numbers a word, expected 12"),
+        ([weights, "--vq", vq, *size, "--text", "small"], "text: small has 6 features, expected 12"),
         ([weights, "--vq", vq, *size, "--text", "vq_ds16_t2i.pt"], "text: vq_ds16_t2i.pt could not be loaded"),
-        ([weights, "--vq", vq, *rest, "--drafter", "t5"], "drafter: t5 is no drafter of image codes"),
+        ([weights, "--vq", vq, *rest, "--drafter", "t5"], "drafter: t5 is not a drafter of image codes"),
         ([vq, "--vq", vq, *size], "has no tensor"),
         ([weights, "--vq", "other.pt", *rest], "vq: got a codec of 16 codes, expected one of 24"),
     ):
         assert words in refused(capsys, "convert", "llamagen", *arguments, "--out", "made")
         assert not (tmp_path / "made").exists() and not list(tmp_path.glob(".convert-*"))
     argv = ["convert", "var", *var(tmp_path), "--heads", "4", "--out", "made"]
-    assert "heads: got 4, expected none" in refused(capsys, *argv)
+    assert "heads: The weights of var determine it" in refused(capsys, *argv)
     argv = ["convert", "llamagen", weights, "--vq", vq, *rest, "--out", "t5"]
-    assert "out: t5 is there already" in refused(capsys, *argv)
+    assert "out: t5 already exists" in refused(capsys, *argv)
     assert "expected one such as llamagen" in refused(capsys, "convert", "lamagen", weights, "--out", "made")

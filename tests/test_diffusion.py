@@ -223,7 +223,7 @@ def test_models_of_masked_tokens_are_told_by_form(tmp_path):
 
 
 BAD = {
-    "mask": ({"mask": None}, "mask: got None, expected the id that stands for a token"),
+    "mask": ({"mask": None}, "mask: got None, expected the id of the network"),
     "far mask": ({"mask": VOCAB}, f"mask: got {VOCAB}, expected a whole number from 0 to {VOCAB - 1}"),
     "block": ({"block": 0}, "block: got 0, expected a whole number from 1"),
     "steps": ({"steps": 5, "block": 4}, "steps: got 5, expected a whole number from 1 to 4"),

@@ -126,7 +126,7 @@ CHANGES = {
     ],
     "image": [
         *IMAGE, ({"guided": 1}, "guided: got 1, expected true or false"), ({"rows": 10**7}, "'row.weight'"),
-        ({"image_latents": 2}, "image_latents: got 2, which does not go with"),
+        ({"image_latents": 2}, "image_latents: got 2, which does not fit"),
     ],
     "distilled": [*IMAGE, ({"layers": 0}, "layers: got 0"), ({"guidance": 0}, "guidance: got 0")],
     "block": [

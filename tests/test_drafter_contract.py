@@ -127,7 +127,7 @@ def test_rejection_is_batch_invariant(name):
 @pytest.mark.parametrize("name", ["distilled", "image-eagle"])
 def test_other_guidance_or_grid_warns(name):
     setup = janus_pair(tiny_drafter(name), registry.rule("exact"))
-    with pytest.warns(RuntimeWarning, match="guidance: got 6.0, the drafter was trained with 3.0") as caught:
+    with pytest.warns(RuntimeWarning, match="guidance: got 6.0, but the drafter was trained with 3.0") as caught:
         for _ in range(2):
             drawn(setup, [0], guidance=6.0)
     assert len(caught) == 1

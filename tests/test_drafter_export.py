@@ -59,7 +59,7 @@ def test_the_shell_exports_what_was_trained(data, capsys):
     (data / "bare").mkdir()
     for argv, said in (
         ([str(out), "--form", "eagle3"], "form: got 'eagle3', expected one of dflash"),
-        ([str(out), "--form", "dflash", "--out", str(data / "x")], "which holds a model, expected a folder of its own"),
+        ([str(out), "--form", "dflash", "--out", str(data / "x")], "x already holds a model. Choose another folder."),
         ([str(data / "bare"), "--form", "dflash"], "target: got none, and "),
     ):
         assert main(["export", *argv, *(() if "--out" in argv else ("--out", str(data / "y")))]) == 2
@@ -73,7 +73,7 @@ def test_export_without_a_form_is_refused(data, monkeypatch):
     monkeypatch.setattr(train_drafter, "train", None)
     for preset, form, said in (
         (None, "eagle", "form: got a drafter with positions target for 'eagle', expected index"),
-        ("deer", "dflash", "for a DiffusionDrafter, which other engines can't read"),
+        ("deer", "dflash", "form: DiffusionDrafter has no form 'dflash'. Other engines can't read"),
         ("vispec", "eagle3", "form: got a drafter with fusion sum for 'eagle3', expected split"),
         ("dflash", "dspark", "form: got a drafter with no head that walks"),
     ):

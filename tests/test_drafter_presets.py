@@ -262,7 +262,7 @@ def test_block_drafter_export(tmp_path, form, more):
     both = [visspec.accelerate(model, one, adaptive=False) for one in (drafter, again)]
     first, second = (fast.run(**inputs, max_new_tokens=8, do_sample=False).state for fast in both)
     assert [r.committed for r in first.trace.rounds] == [r.committed for r in second.trace.rounds]
-    with pytest.raises(ValueError, match="form: got a drafter with the head of Spark"):
+    with pytest.raises(ValueError, match="form: got a drafter with a Spark head"):
         BlockDrafter.for_model(model, layers=1, markov=5).export(tmp_path / "no", "dflash")
 
 

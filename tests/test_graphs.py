@@ -408,7 +408,7 @@ def test_draft_capture_failure(last, monkeypatch):
 
     own.record = failing
     said, found = warned(lambda: [compiling.drafted(quick, inputs, **GREEDY) for _ in range(2)])
-    assert said == ["graphs: drafts of EagleDrafter are not recorded, it runs eager: RuntimeError: no graphs here"]
+    assert said == ["graphs: drafts of EagleDrafter run without CUDA graphs: RuntimeError: no graphs here"]
     assert found == [compiling.drafted(eager, inputs, **GREEDY)] * 2 and len(calls) == last
     assert not own.recordings and not free(own) and not quick.target.recorder.refused
 
@@ -454,7 +454,7 @@ def test_a_capture_that_fails(at, error, monkeypatch):
     recorder, seen = quick.target.recorder, eager_passes(quick.target)
     assert len(said) == 1 and str(error) in said[0] and made.count > at
     if said[0].startswith("graphs:"):
-        assert said[0].startswith("graphs: passes of LlamaForCausalLM are not recorded, it runs eager: ")
+        assert said[0].startswith("graphs: passes of LlamaForCausalLM run without CUDA graphs: ")
         assert recorder.refused and not recorder.recordings and not free(recorder) and not recorder.shared
         quick.generate(**ASKED)
         assert len(seen) == len(quick.last_state.trace.rounds)
@@ -642,7 +642,7 @@ def test_images(standin, pipe):
 
 
 def test_targets_that_record_nothing_say_so():
-    with pytest.warns(RuntimeWarning, match="graphs: got Target, expected a target whose passes are recorded; it runs"):
+    with pytest.warns(RuntimeWarning, match="graphs: Target does not support CUDA graphs"):
         Target().record(True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

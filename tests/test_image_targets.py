@@ -307,7 +307,7 @@ def test_each_refusal_is_one_sentence_that_names_its_argument():
             tiny.chameleon(), tiny.ChameleonTexts(), style="meta"
         ),
         "codec: got one for a model of the type 'emu3'": lambda: family_of(tiny.emu3(), emu, codec=object()),
-        "model: one of the type 'llama' draws no images; `visspec list families` has": lambda: family_of(other, None),
+        "model: type 'llama' does not generate images; `visspec list families` shows": lambda: family_of(other, None),
     }
     for start, call in refused.items():
         with one_sentence("^" + re.escape(start)):

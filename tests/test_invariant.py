@@ -177,7 +177,7 @@ def test_refused_options(options, match):
 def refused_model(kind):
     if kind == "eager":
         return tiny.gemma2()
-    if kind == "quantised":
+    if kind == "quantized":
         found = tiny.llama()
         found.is_quantized = True  # as transformers marks them
         return found
@@ -188,7 +188,7 @@ def refused_model(kind):
     return tiny.built(tf.Lfm2ForCausalLM, tf.Lfm2Config(**tiny.TEXT, layer_types=kinds, conv_L_cache=3))
 
 
-@pytest.mark.parametrize("kind", ["eager", "experts", "quantised", "keep a state"])
+@pytest.mark.parametrize("kind", ["eager", "experts", "quantized", "keep a state"])
 def test_refused_models(kind):
     with one_sentence(f"batch_invariant: .*{kind}"):
         visspec.accelerate(refused_model(kind).to(torch.bfloat16), None, batch_invariant=True)

@@ -28,7 +28,7 @@ from visspec.models.published_tensors import Weights, rename
 def test_janus_without_ids(tmp_path):
     model = copy.deepcopy(tiny_images.janus())
     model.generation_config = GenerationConfig()
-    with one_sentence("got no bos_token_id, pad_token_id, generation_kwargs=.*set model.generation_config = Generat"):
+    with one_sentence("got no bos_token_id, pad_token_id, generation_kwargs=.*Set model.generation_config = Generat"):
         ImagePipeline(model, None)
     ids = {"bos_token_id": 1, "pad_token_id": 0}
     model.generation_config = GenerationConfig(**ids)
@@ -165,7 +165,7 @@ class Harmful:
 
 @pytest.mark.parametrize("content, words", [
     ({"model": Harmful()}, "its pickle asks for print, which is not run"), ([1, 2], "path: "), ({"steps": 1}, "path: "),
-    (b"junk", "path: "), (b"", "EOFError"), (None, "there is no"),
+    (b"junk", "path: "), (b"", "EOFError"), (None, "does not exist"),
 ])  # fmt: skip
 def test_a_refused_pickle_brings_no_advice_to_run_it(tmp_path, content, words, capsys):
     path = tmp_path / "bad.pt"

@@ -192,7 +192,7 @@ REFUSED = [
     (lambda: small(denoising_steps=3), "drafter: got 3 denoising steps, expected 4"),
     (lambda: small(size=4),
      "drafter: got 16 tokens of 4 numbers and 156 classes, expected 16 of 8 and 156"),
-    (lambda: {"preset": "coupled"}, "drafter: got 'mar', which has to be trained, expected the folder"),
+    (lambda: {"preset": "coupled"}, "drafter: 'mar' must be trained first. Pass the folder"),
 ]  # fmt: skip
 
 
@@ -213,11 +213,11 @@ def test_last_step_without_noise_refused(pipe):
     own = pipe.family.steps
     quiet = DenoisingSteps(own.keep, own.move, own.low, own.low, noisy=False)
     rule = registry.rule("coupled")
-    with pytest.raises(ValueError, match="without noise in its last step"):
+    with pytest.raises(ValueError, match=r"needs noise in the target.s last step"):
         rule.bind(type("Capabilities", (), {"steps": quiet})())
     silent = ImagePipeline(pipe.model, None)
     silent.family.steps = quiet
-    with pytest.raises(ValueError, match=r"^acceptance: got coupled for a target without noise in its last step"):
+    with pytest.raises(ValueError, match=r"^acceptance: coupled needs noise in the target.s last step"):
         drawn(silent, PROMPTS[:1])
 
 

@@ -200,7 +200,7 @@ def test_wrong_settings_are_refused(model, target):
         (r"iterations: got 10, expected 1\.\.9", lambda: revealed_counts(9, 10)),
         ("drafter: got 9 tokens of 4 numbers .* expected 9 of 3",
          lambda: SmallMAR(target.family).attach(MARImages(MAR(replace(SMALL, size=3))))),
-        ("without noise in its last step", lambda: ruled(MARTarget(MARImages(model, plan=quiet)))),
+        ("needs noise in the target's last step", lambda: ruled(MARTarget(MARImages(model, plan=quiet)))),
         ("temperature: got 0, expected", lambda: target.prefill(request([1], Sampling(0.0)))),
         ("reads hidden states", lambda: target.family.make_target(DrafterTraits(feature_layers=(1,)), False)),
     ):  # fmt: skip

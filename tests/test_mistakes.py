@@ -76,8 +76,8 @@ MISTAKES = {
     "generate x --acceptance lantern:k=1.5": "k: got 1.5",
     "generate x --height 100": "height, width: got 100",
     "generate x --json {}": "--json: ",
-    "generate x --model captioner": "'llava' draws no images",
-    "bench image --model captioner": "'llava' draws no images",
+    "generate x --model captioner": "'llava' does not generate images",
+    "bench image --model captioner": "'llava' does not generate images",
     "bench image --model painter --prompts {}/gone.txt": "gone.txt",
     "bench image --model painter --method coupled=jacobi": "expected a preset or name=drafter/acceptance",
     "convert llamagenn {}/x.pt --out {}/out": "such as llamagen",
@@ -103,7 +103,7 @@ MISTAKES = {
     "serve --batch-invariant --prefix-cache 9": "--prefix-cache: got it with --batch-invariant, which keeps no prompts",
     "serve --host 999.1.1.1": "--host, --port: can't listen on 999.1.1.1, 8000",
     "convert lantern {}/empty --out {}/out": "checkpoint: {}/empty has no config.json",
-    "tune --model captioner --prompts {}/photo.txt": "'llava' draws no images",
+    "tune --model captioner --prompts {}/photo.txt": "'llava' does not generate images",
     "serve --model painter": "painter draws images and writes no text. Use `visspec generate`",
     "bench text --model painter": "draws images and writes no text",
     "bench text --model captioner --prompts {}/photo.png": "photo.png is not a text in UTF-8",
@@ -147,7 +147,7 @@ def test_a_package_that_is_missing_is_a_sentence(line, folder, capsys, monkeypat
     monkeypatch.chdir(folder)
     monkeypatch.setitem(sys.modules, MISSING[line], None)
     said = refused(capsys, *shlex.split(line.replace("{}", str(folder))))
-    assert f"{MISSING[line]} is not installed, expected it (pip install 'visspec[" in said
+    assert f"{MISSING[line]} is not installed. Run pip install 'visspec[" in said
 
 
 @pytest.mark.parametrize("argv", [[], ["bench"], ["train"]])

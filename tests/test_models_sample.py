@@ -32,24 +32,24 @@ SAMPLE = (  # identical to stock
 )
 LATER = {  # refused with these words for some of the sample's prompts
     "Qwen2_5OmniForConditionalGeneration": "output_hidden_states: got True",  # a generate around another
-    "Phi3ForCausalLM": "computes its cache anew",  # behind a limit
+    "Phi3ForCausalLM": "recomputes its cache",  # behind a limit
     "GitForCausalLM": "attention_mask: got padding",  # its image takes slots but no ids
     "BlipForConditionalGeneration": "states that every pass attends to",
     "GlmImageForConditionalGeneration": "counts positions itself",
     "HyperCLOVAXVisionV2ForConditionalGeneration": "counts positions itself",
 }
 REFUSED = {  # before any prompt
-    "GPTNeoForCausalLM": "gives a draft's nodes other laws",  # windows in a buffer
+    "GPTNeoForCausalLM": "gives different logits for a draft",  # windows in a buffer
     "OpenAIGPTLMHeadModel": "keeps no cache",
     "XLMWithLMHeadModel": "keeps no cache",
-    "BloomForCausalLM": "reads positions off its mask",
-    "MptForCausalLM": "reads positions off its mask",
+    "BloomForCausalLM": "derives positions from its mask",
+    "MptForCausalLM": "derives positions from its mask",
     "MambaForCausalLM": "has linear_attention",
     "RecurrentGemmaForCausalLM": "has linear_attention",
-    "JambaForCausalLM": "other laws than the same tokens one by one",  # its state takes one token at a time
+    "JambaForCausalLM": "than for the same tokens one by one",  # its state takes one token at a time
     "Llama4ForCausalLM": "has chunked_attention",
     "T5ForConditionalGeneration": "is an encoder-decoder",
-    "CsmForConditionalGeneration": "decodes in a loop of its own",
+    "CsmForConditionalGeneration": "has its own decoding loop",
     "ImageGPTForCausalImageModeling": "expected a decoder of ids",
     "IdeficsForVisionText2Text": "can't run a draft",
     "Kosmos2ForConditionalGeneration": "can't run a draft",

@@ -32,14 +32,14 @@ def unnamed_window():
 
 @pytest.mark.parametrize("make", [unnamed_window, lambda: gpt_neo(256, 2048)], ids=["unnamed", "as-trained"])
 def test_long_windows_in_a_buffer_are_refused(make):
-    refused(make(), "other laws than the same tokens one by one")
+    refused(make(), "than for the same tokens one by one")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_coarse_arithmetic_is_no_fault(dtype):
     for name in ("llama", "gemma2", "qwen3_vl"):
         visspec.accelerate(FAMILIES[name].make().to(dtype), None)
-    refused(gpt_neo().to(dtype), "other laws")
+    refused(gpt_neo().to(dtype), "different logits")
 
 
 def test_missing_layers_at_prompt():
@@ -57,7 +57,7 @@ def test_it_sees_a_node_that_sees_its_sibling(monkeypatch):
 
     visibility = masks.visibility
     monkeypatch.setattr(masks, "visibility", careless)
-    with pytest.raises(ValueError, match="other laws"):
+    with pytest.raises(ValueError, match="different logits"):
         HFDecoder(llama(rms_norm_eps=1.1e-6))
 
 
@@ -68,7 +68,7 @@ def test_it_sees_a_window_that_is_one_off(other):
     target = HFDecoder(model)
     target.masks.window = other
     with probe.restore_after(model):
-        assert "other laws" in probe._probe(target).fault
+        assert "different logits" in probe._probe(target).fault
 
 
 def _picture(model):
@@ -103,7 +103,7 @@ def test_the_probe_leaves_everything_as_it_was(rope):
 def test_quantised_heads():
     """Weights packed by torch.ao are behind a method; a token's law depends on what else is in the pass."""
     model = torch.ao.quantization.quantize_dynamic(llama(seed=1), {torch.nn.Linear}, dtype=torch.qint8)
-    with pytest.warns(RuntimeWarning, match="differently beside others"):
+    with pytest.warns(RuntimeWarning, match="differently in a batch of nodes"):
         fast = visspec.accelerate(model, None)
     assert fast.target.capabilities.vocab == 96
     inputs = prompt("llama", ["14"])
@@ -177,7 +177,7 @@ class OwnGenerate(tf.LlamaForCausalLM):
 
 
 def test_another_generate_is_refused():
-    refused(built(OwnGenerate, tf.LlamaConfig(**TEXT)), "a generate of its own")
+    refused(built(OwnGenerate, tf.LlamaConfig(**TEXT)), "its own generate")
 
 
 def test_another_models_call_refused():

@@ -217,14 +217,14 @@ def test_captions_of_a_schema(files, tmp_path, capsys):
 def test_grammars_refuse_in_a_sentence(files, captioner, tmp_path, monkeypatch):
     model, grammars = json_model(), schemas.JsonGrammars(tokenizer(), json_model(), "schema")
     for schema in (7, {"type": "nonsense"}):
-        with one_sentence("^schema: got what can't be a grammar, expected a JSON schema"):
+        with one_sentence("^schema: This is not a JSON schema, or can't be compiled"):
             grammars.options(schema)
-    with one_sentence("^--schema: got a model whose tokenizer can't write .*, expected one that can"):
+    with one_sentence("^--schema: The model's tokenizer can't write JSON such as "):
         schemas.JsonGrammars(captioner[1].tokenizer, captioner[0], "--schema")
     with one_sentence("^--schema: got .*gone.json, expected a file with a JSON schema"):
         caption.read_schema(tmp_path / "gone.json")
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    with one_sentence("^schema: xgrammar is not installed, expected it"):
+    with one_sentence("^schema: xgrammar is not installed"):
         schemas.JsonGrammars(tokenizer(), model, "schema")
 
 

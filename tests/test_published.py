@@ -876,11 +876,11 @@ def test_selector_law(tmp_path, name, temperature):
     ("eagle3-blind", "speculators", "got a drafter with images blind"),
     ("eagle3", "onnx", "form: got 'onnx', expected one of eagle, eagle3, speculators"),
     ("eagle3", "speculators", "expected different ones of 0..1"),
-    (domino, "dflash", "the head of Domino"), (domino, "dspark", "the head of Domino"),
+    (domino, "dflash", "a Domino head"), (domino, "dspark", "a Domino head"),
     (lambda: deepspec(own=True), "dspark", "got a drafter with embed for 'dspark', expected one without"),
-    (z_lab, "dspark", "with no head"), (z_lab, "speculators", "reads the state after the last layer"),
-    (z_lab, "dflash2", "no head that walks through places for 'dflash2'"),
-    (z_lab_2, "dflash", "the head of CandidateSelector that walks through places for 'dflash'"),
+    (z_lab, "dspark", "with no sequential head"), (z_lab, "speculators", "reads the state after the last layer"),
+    (z_lab, "dflash2", "no sequential head, which 'dflash2'"),
+    (z_lab_2, "dflash", "a CandidateSelector head, which 'dflash'"),
 ])  # fmt: skip
 def test_forms_that_cannot_hold_a_drafter(tmp_path, made, form, sentence):
     if isinstance(made, str):
@@ -911,8 +911,8 @@ def test_block_positions_with_mrope(tmp_path):
 ONE = torch.ones(1)
 SLOTS, EMBEDDINGS = {"images": "slots"}, {"images": "embeddings"}
 REFUSED = [  # layout, entries and tensors that are changed (None: left out), options, and what is said
-    (eagle_2, {}, {}, {}, "does not tell what it sees of a picture"),
-    (eagle_2, {}, {}, {"images": "latents"}, "does not tell"),
+    (eagle_2, {}, {}, {}, "does not say how it represents images"),
+    (eagle_2, {}, {}, {"images": "latents"}, "does not say"),
     (eagle_2, {}, {}, {"layers": 1, "images": "none"}, "layers: got 1, expected none"),
     (vispec, {}, {}, SLOTS, "is a ViSpec head"),
     (eagle_2, {"hidden_size": 64}, {}, SLOTS, "made for a target of hidden size 64, got a model of 32"),
@@ -962,7 +962,7 @@ REFUSED = [  # layout, entries and tensors that are changed (None: left out), op
     (z_lab, {"attention_bias": True}, {}, {}, "attention_bias of"),
     (z_lab, {"rope_parameters": {"partial_rotary_factor": 0.5}}, {}, {}, "partial_rotary_factor of"),
     (z_lab, {}, {"layers.1.mlp_conv.base_kernel": ONE}, {}, "has the unknown tensor"),
-    (domino, {}, {}, {"width": 2}, "width: got 2 for a head that remembers its chain, expected 1"),
+    (domino, {}, {}, {"width": 2}, "width: got 2 for a head that depends on the whole chain, expected 1"),
     (z_lab_2, {"conv_group_size": 4}, {}, {}, "has shape"),
     (z_lab_2, {}, {}, {"width": 6}, "width: got 6, expected at most the 5 candidates of a place"),
     (speculators_dflash2, {"draft_vocab_size": FEW}, {}, {}, "is 36, expected 96 for a selector"),

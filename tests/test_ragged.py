@@ -201,7 +201,7 @@ def test_probe_finds_other_attention(on, monkeypatch):
         q, k, v, length, mask, torch.eye(ancestor.shape[-1], dtype=torch.bool).expand_as(ancestor), *rest
     )
     monkeypatch.setattr(kernels, "tree_attention", blind, raising=False)
-    with pytest.warns(RuntimeWarning, match="other laws of a draft's nodes without a mask"):
+    with pytest.warns(RuntimeWarning, match="different logits without a mask"):
         backend = HFDecoder(model_of("llama")).masks.backend
     assert backend.name == ragged.MASK
     with warnings.catch_warnings():

@@ -61,7 +61,12 @@ def test_record_that_kills_workers():
         with pytest.raises(MemoryError):
             Alone(job("abc", make), attempts)(group)
     rows, twice = unpack(Alone(job("abc", make), attempts)(group))
-    assert rows[0] == ("a", None) and "2 workers died at it" in rows[1][1] and rows[2] == ("c", None) and twice == ["a"]
+    assert (
+        rows[0] == ("a", None)
+        and "2 workers died at this record" in rows[1][1]
+        and rows[2] == ("c", None)
+        and twice == ["a"]
+    )
 
 
 def test_a_ray_that_is_too_small(monkeypatch):
@@ -69,8 +74,11 @@ def test_a_ray_that_is_too_small(monkeypatch):
     monkeypatch.setattr(ray, "init", lambda **_: None)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
-    for pool, has in (({"workers": 9}, "9 of 1 CPU each, .* the 4 CPU"), ({"gpus": 1}, ".* the 0 GPU")):
-        with pytest.raises(ValueError, match=f"workers: got {has} that Ray has"):
+    for pool, has in (
+        ({"workers": 9}, "9 workers need 1 CPU each, but Ray has 4"),
+        ({"gpus": 1}, ".* GPU each, but Ray has 0"),
+    ):
+        with pytest.raises(ValueError, match=f"workers: {has}"):
             distributed.start(replace(job("a"), **pool))
 
 
@@ -101,7 +109,7 @@ def test_bad_prompt_is_error_record(pipe):
     found = {row["id"]: row for row in drawing(records)}
     assert set(found["a"]) == set(found["long"]) and found["none"]["error"] == "none: no prompt"
     assert found["long"]["error"].startswith("long: ") and found["long"]["image"] is None
-    assert found["odd"]["error"] == "odd: prompt: got 'a \\ud800', expected a text that UTF-8 can hold"
+    assert found["odd"]["error"] == "odd: prompt: got 'a \\ud800', expected a text that UTF-8 can encode"
     alone = next(iter(drawing(records[:1])))
     assert alone["image"] == found["a"]["image"] and alone["error"] is None and alone["seed"] == seed_of(5, "a")
 

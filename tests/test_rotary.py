@@ -91,14 +91,14 @@ def test_answer_across_cache_limit():
     model, inputs = phi3(), prompt("llama", ["9"])
     fast, passes = visspec.accelerate(model, None), []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
-    with pytest.raises(ValueError, match="max_new_tokens: got 8 behind a prompt of 10") as caught:
+    with pytest.raises(ValueError, match="max_new_tokens: got 8 after a prompt of 10") as caught:
         fast.generate(**inputs, max_new_tokens=8, do_sample=False)
     assert ". " not in str(caught.value) and not passes
     expected = model.generate(**inputs, max_new_tokens=7, do_sample=False)
     assert torch.equal(fast.generate(**inputs, max_new_tokens=7, do_sample=False), expected)
     behind, before = fast.stream([prompt("llama", ["19"]), inputs], slots=2, max_new_tokens=8, do_sample=False)
     answers = {answer.id: answer for answer in (behind, before)}
-    assert answers[0].error is None and "behind a prompt of 10" in str(answers[1].error)  # as alone
+    assert answers[0].error is None and "after a prompt of 10" in str(answers[1].error)  # as alone
 
 
 def offloaded(model):

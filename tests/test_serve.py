@@ -268,7 +268,7 @@ def test_answers_of_a_schema(captioner, monkeypatch):
         assert cut.finish_reason == "length" and cut.message.content.startswith("{")
         plain = answer(max_tokens=3).message.content
         assert answer(response_format={"type": "text"}, max_tokens=3).message.content == plain
-        with pytest.raises(openai.BadRequestError, match="response_format: got what can't be a grammar"):
+        with pytest.raises(openai.BadRequestError, match="response_format: This is not a JSON schema"):
             answer({"type": "nonsense"})
         monkeypatch.setattr(JsonGrammars, "explain", lambda self, text, schema: "'a' is missing")
         told = {"stream": True, "max_tokens": None, "response_format": schema_format(SCHEMA)}
@@ -330,9 +330,9 @@ MESSAGES = [  # and what is found when they are read
     (asked("x", "data:image/png;base64,A?"), "base64 of an image cannot be read"),
     (asked("x", "data:image/png;base64,AAAA"), "is not a readable PNG"),
     (asked("x", url(Image.new("L", (1001, 1000)))), "more than the limit of 1000000"),
-    (asked("x", *[url(Image.new("L", (600, 1000)))] * 2), "the images have 1200000 pixels together, more than 1000000"),
+    (asked("x", *[url(Image.new("L", (600, 1000)))] * 2), "the images have 1200000 pixels in total, more than 1000000"),
     (asked("x " * 2000), "exceed the model's context, 1024"),
-    (asked("<image> <image> what ?"), "the model's processor refuses them"),
+    (asked("<image> <image> what ?"), "the model's processor rejects them"),
 ]
 
 
@@ -506,7 +506,7 @@ def test_many_clients_at_once(clients, requests, captioner, pictures):
 
 def test_a_missing_extra_is_a_sentence(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "openai", None)
-    assert "openai is not installed, expected it (pip install 'visspec[serve]')" in refused(capsys, "serve")
+    assert "openai is not installed. Run pip install 'visspec[serve]'." in refused(capsys, "serve")
 
 
 @pytest.mark.slow

@@ -151,7 +151,7 @@ def test_duplicate_prompts_are_left_out(folder, tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("more,said", [
-    (("--images", "photos", "--data", "x.jsonl"), "images: got them with --data x.jsonl, which names its own"),
+    (("--images", "photos", "--data", "x.jsonl"), "images: --data x.jsonl has its own images"),
     (("--data", "self", "--dry-run"), "data: got self in a dry run or several processes"),
 ])  # fmt: skip
 def test_what_goes_with_own_prompts(more, said, folder, tmp_path, capsys):

@@ -369,11 +369,11 @@ def test_train_on_images(tmp_path, monkeypatch):
             train_drafter.run(out=out, resume=True, **given)
     monkeypatch.setattr(train_drafter.targets, "load", None)  # refused before work
     for folder, resume, said in [
-        (out, False, "holds a drafter, expected a folder of its own or --resume or --overwrite"),
+        (out, False, "already holds a drafter. Choose another folder, or pass --resume or --overwrite"),
         (target, False, "holds another model"),
         (target, True, "holds another model"),
     ]:
-        with pytest.raises(ValueError, match=f"out: got {folder}, which {said}"):
+        with pytest.raises(ValueError, match=f"out: {folder} {said}"):
             train_drafter.run("x", tmp_path, folder, resume=resume, overwrite=folder == target, **options)
     assert (out / "model.safetensors").read_bytes() == weights
     monkeypatch.setattr(train_drafter.targets, "load", lambda *a, **k: (model, None))

@@ -120,12 +120,15 @@ def test_the_shell_trains_for_a_folder(texts, tmp_path, capsys):
     assert ImagePipeline.from_pretrained(str(tmp_path / "both")).drafter == str(tmp_path / "both" / "drafter")
     capsys.readouterr()
     for more, said in (
-        ([], "prompts: got none. Give --prompts FILE"),
-        (["--max-pixels", "9", "--prompts", "x"], "max_pixels: this run takes no such option. --data trains"),
-        (["--data", "x", "--height", "9"], "height: this run takes no such option"),
+        ([], "prompts: got none. Pass --prompts FILE"),
+        (["--max-pixels", "9", "--prompts", "x"], "max_pixels: This run has no such option. --data trains"),
+        (["--data", "x", "--height", "9"], "height: This run has no such option"),
         (["--preset", "eagle3", "--prompts", "x"], "preset: got 'eagle3', which is for models of text"),
         (["--layers", "2", "--prompts", "x"], "layers: got 2 with the preset 'image-eagle', which has no such value"),
-        (["--prompts", str(texts("emu3"))], "holds a drafter, expected a folder of its own or --resume or --overwrite"),
+        (
+            ["--prompts", str(texts("emu3"))],
+            "already holds a drafter. Choose another folder, or pass --resume or --overwrite",
+        ),
     ):
         assert main([*argv, *more]) == 2 and said in capsys.readouterr().err
 

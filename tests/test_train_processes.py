@@ -108,7 +108,7 @@ def test_bad_input_is_a_sentence(monkeypatch, tmp_path, capsys):
             make()
     assert workers(None, "tp").world == 1
     monkeypatch.setitem(sys.modules, "accelerate", None)
-    with pytest.raises(ValueError, match=r"accelerate is not installed, expected it \(pip install 'visspec\[train\]'"):
+    with pytest.raises(ValueError, match=r"accelerate is not installed. Run pip install 'visspec\[train\]'"):
         workers(None, "cpu")
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     argv = ["train", "drafter", "--target", "captioner", "--data", str(tmp_path), "--out", str(tmp_path / "o")]

@@ -90,7 +90,7 @@ def test_records_are_conversations(tmp_path, entry, turns, media, questions):
 REFUSED = {
     "line 1 of .*: got int, expected an object": 3,
     "line 1 of .*: got no image, expected an object with image": {"id": 1},
-    "line 1 of .*: got caption, which training doesn't use, expected it among --ignore": {
+    "line 1 of .*: got caption, which training does not use. Pass --ignore caption": {
         "image": "a.png", "caption": "w1"
     },
     "got image and images, expected one of the two": {"image": "a.png", "images": ["b.png"]},
@@ -100,7 +100,7 @@ REFUSED = {
     r"messages: got \[\], expected a list of objects of role and content": {"messages": []},
     "messages: got tool_calls in a turn": {"messages": [{"role": "user", "content": "w1", "tool_calls": [1]}]},
     "messages: got role 'tool', expected one of user": {"messages": [{"role": "tool", "content": "w1"}]},
-    "got a turn of assistant, expected user and assistant by turns": {
+    "got a turn of assistant, expected user and assistant alternately": {
         "messages": [{"role": "assistant", "content": "w1"}]
     },
     "got a turn of system, expected user": {
@@ -108,7 +108,7 @@ REFUSED = {
     },
     "got an empty turn of user": {"messages": [{"role": "user", "content": ""}]},
     "got an empty turn of assistant": {"prompt": "w1", "answer": " "},
-    "got an answer that is not one text": {"messages": [{"role": "user", "content": "w1"}, {
+    "got an answer that is not a single text": {"messages": [{"role": "user", "content": "w1"}, {
         "role": "assistant", "content": 2 * TEXT}]},
     "got a part .*audio.*, expected one of text, image, video": {"messages": [{"role": "user", "content": [
         {"type": "audio", "audio": "a.wav"}]}]},
@@ -145,7 +145,7 @@ def test_data_that_can_not_be_read_is_refused(home):
         "torn.parquet: ": "torn.parquet",
         "txt.tar: got x.txt, expected it to be an image, .json, .prompt or among --ignore": "txt.tar",
         "two.tar: got x.jpg, expected one image of a name": "two.tar",
-        "x.png of .*list.tar: got a .json that is no object": "list.tar",
+        "x.png of .*list.tar: got a .json that is not an object": "list.tar",
     }.items():
         if file == "torn.parquet":
             pytest.importorskip("pyarrow")
@@ -154,7 +154,7 @@ def test_data_that_can_not_be_read_is_refused(home):
     assert len(TrainingData(home / "txt.tar", ignore=["txt"])) == 1
     with one_sentence("answers: got 'x', expected one of target, own"):
         TrainingData(home, "x")
-    with one_sentence("data: .*a.png: got no answer, expected one: --answers own"):
+    with one_sentence("data: .*a.png: got no answer, which --answers own requires"):
         TrainingData(home, "own")
 
 

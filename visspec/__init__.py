@@ -1,4 +1,4 @@
-"""visspec: several tokens per pass for vision-language models and autoregressive image models. Lazy public API."""
+"""Speculative decoding for vision-language models and autoregressive image models. Public names are imported lazily."""
 
 import logging
 from importlib import import_module
@@ -8,8 +8,8 @@ from typing import Any
 
 from visspec.io.version import VERSION as __version__
 
-# models, kernels and eval stand beside ./visspec of a checkout. Where it is found before an installed package, they are
-# missing, or those of another clone, with which this one must not be mixed.
+# In a checkout, models, kernels and eval are siblings of ./visspec. When Python finds that folder before the installed
+# package, they are missing or belong to another clone; use the siblings.
 _root, _models = Path(__file__).resolve().parent.parent, find_spec(f"{__name__}.models")
 if _models is None or ((_root / "models" / "zoo").is_dir() and Path(str(_models.origin)).resolve().parents[1] != _root):
     __path__.append(str(_root))

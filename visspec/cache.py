@@ -1,9 +1,9 @@
-"""Key-value cache addressed by slot; rejected tokens are dropped by not advancing a row's length.
+"""Key-value cache addressed by slot. Rejected tokens are dropped by not advancing a row's length.
 
-Every layer holds (B, H, S, E) tensors. Row b owns slots [0, length_b); a draft's node n is written at slot
-length_b + n, and `commit` moves the accepted nodes down to the front of that range. Keys are rotated at depth-based
-positions before they are stored, so moving them needs no re-rotation. Shapes: B rows, H heads, S slots, E head size,
-N nodes, D path.
+Every layer holds (B, H, S, E) tensors. Row b owns slots [0, length_b). Node n of a draft is written at slot length_b +
+n, and `commit` moves the accepted nodes to the front of that range. Keys are rotated at depth-based positions before
+they are stored, so moving them needs no second rotation. Shapes: B rows, H heads, S slots, E head size, N nodes, D
+path.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from visspec import kernels
 
-GROW = 128  # extra slots allocated at least, so that the cache is copied rarely
-AT_ONCE = 4096  # slots, or as many as the prompt has: an answer's room that is allocated with the prompt, at most
+GROW = 128  # minimum number of extra slots per allocation, so that the cache is rarely copied
+AT_ONCE = 4096  # maximum slots that are allocated for the answer with the prompt, unless the prompt is longer
 
 
 def to_device(values: Sequence | Tensor, device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
-    """Copy Python numbers to a tensor on `device`. The copy is from pinned memory and doesn't block; a copy from
-    pageable memory would synchronise with the device. A tensor, which is there already, is returned as it is.
+    """Copy Python numbers to a tensor on `device` through pinned memory, which does not block. A copy from pageable
+    memory would synchronise with the device. A tensor is returned unchanged.
     """
     if isinstance(values, Tensor):
         return values
@@ -32,37 +32,41 @@ def to_device(values: Sequence | Tensor, device: torch.device | str, dtype: torc
 
 
 def contiguous_copy(x: Tensor) -> Tensor:
-    """A copy whose strides follow from its shape, also those of dimensions of one: a graph is made for strides."""
+    """Return a copy whose strides follow from its shape, even for dimensions of size one, as graphs need."""
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def gather_rows(values_BTX: Tensor, at_BN: Tensor) -> Tensor:
-    """Entries of each row by their index, (B, N, X)."""
+    """Return entries of each row by index, (B, N, X)."""
     return values_BTX.gather(1, at_BN[..., None].expand(-1, -1, values_BTX.shape[-1]))
 
 
 def additive(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to attention scores, of the shape of `seen` (bool): 0 where that is true, the minimum elsewhere."""
+    """Return an additive attention mask: 0 where `seen` (bool) is true, the minimum of dtype elsewhere."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def first_room(prompt: int, answer: int) -> int:
-    """Slots to allocate with a prompt that `answer` more are expected to follow."""
+    """Return the number of slots to allocate with a prompt, given the expected length of the answer."""
     return prompt + GROW + min(answer, max(AT_ONCE, prompt))
 
 
-def more_room(wanted: int, had: int) -> int:
-    """Slots to allocate where `wanted` are more than there are."""
-    return max(wanted + GROW, had * 3 // 2)
+def more_room(needed: int, had: int) -> int:
+    """Return the number of slots to allocate when `needed` are more than there are."""
+    return max(needed + GROW, had * 3 // 2)
 
 
 class SlotCache:
     """Preallocated keys and values of all layers of one request. A layer is allocated when it is first written.
 
-    `answer`: slots that will follow the prompt. They are allocated with it, up to `AT_ONCE` or the prompt's own; a
-    layer that is full grows by half. `steady`: passes have the same form whether rows are of one length or not, as
-    compiled ones want: several rows are always addressed by slot, and a mask is always given. `lean`: nothing beyond
-    the prompt is allocated before more is written, for rows that will be copied to another cache (`join`).
+    Args:
+        rows: Number of rows.
+        answer: Number of slots expected after the prompt. They are allocated with it, up to `AT_ONCE` or the prompt's
+            length. A full layer grows by half.
+        lean: Allocate only the prompt's slots at first, for rows that will be copied to another cache (`join`).
+
+    `steady` makes all passes alike, as compiled ones need: several rows are always addressed by slot, and a mask is
+    always built, even if rows have the same length.
     """
 
     def __init__(self, rows: int, answer: int = 0, lean: bool = False):
@@ -72,12 +76,12 @@ class SlotCache:
         self.padding: Tensor | None = None  # (B, L) bool: which prompt slots are real; None when all are
         self.nodes = 0  # slots per row written by this pass
         self.answer, self.lean = answer, lean
-        self.spare = 0  # rows that are allocated behind each store's: those of rows that have left
-        self.mask: Any = None  # what `masks` keeps from pass to pass
+        self.spare = 0  # allocated rows behind those in use, left by rows that have ended
+        self.mask: Any = None  # reused by `masks` from pass to pass
         self.steady = False
-        # how many slots a pass attends to that needs so many; its mask hides the last ones
+        # maps the slots that a pass needs to the slots it attends to; the mask hides the extra ones
         self.extents: Callable[[int], int] | None = None
-        self.lease: Any = None  # what keeps stores that were lent (`models.runner.graphs`) from others
+        self.lease: Any = None  # keeps borrowed stores (`models.runner.graphs`) from being lent again
         self._slots: Tensor | None = None  # (B, N) slots written by this pass, if rows differ
         self._start = self._extent = 0
 
@@ -87,7 +91,7 @@ class SlotCache:
         return max(self.lengths)
 
     def held(self, device: torch.device | str) -> Tensor:
-        """(B, S) bool: which slots up to the longest row's are committed and no padding."""
+        """Return a mask (B, S) of the slots, up to the longest row's length, that are committed and not padding."""
         held = torch.arange(self.length, device=device) < to_device(self.lengths, device)[:, None]
         if self.padding is not None:
             held[:, : self.padding.shape[1]] &= self.padding
@@ -103,7 +107,7 @@ class SlotCache:
         return not self.uniform or (self.steady and len(self.lengths) > 1)
 
     def open(self, nodes: int, device: torch.device | str) -> int:
-        """Start a pass that writes `nodes` slots per row. Returns its extent: the number of slots it attends to."""
+        """Start a pass that writes `nodes` slots per row. Returns its extent, the number of slots it attends to."""
         self.nodes, self._start = nodes, self.length
         self._extent = self.length + nodes if self.extents is None else self.extents(self.length + nodes)
         self._slots = None
@@ -113,15 +117,18 @@ class SlotCache:
         return self._extent
 
     def open_at(self, slots: Tensor, extent: int) -> None:
-        """Start a pass that overwrites the given slots (B, N) and attends to `extent` slots. It must not be followed by
-        `commit`: row lengths do not change.
+        """Start a pass that overwrites these slots (B, N) and attends to `extent` slots. Row lengths do not change, so
+        don't call `commit` after it.
         """
         self.nodes, self._slots, self._extent = slots.shape[1], slots, extent
         self._reserve()
 
     def fill(self, starts: Sequence[tuple[Sequence[Tensor], int]], more: int) -> None:
-        """Begin with copies of other rows' first slots, and room for `more` behind them. Of each row: keys of all
-        layers, then values, (H, S, E), and how many slots are taken.
+        """Initialise the cache with copies of the first slots of other rows.
+
+        Args:
+            starts: For each row, the keys of all layers, then the values, (H, S, E), and the number of used slots.
+            more: Number of slots to allocate behind them.
         """
         self.lengths = [length for _, length in starts]
         made = []
@@ -134,13 +141,13 @@ class SlotCache:
         self.keys, self.values = made[: len(made) // 2], made[len(made) // 2 :]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store one layer's new (B, H, N, E) pair; return views of that layer's slots [0, extent)."""
+        """Store new keys and values (B, H, N, E) of a layer. Returns views of the layer's slots [0, extent)."""
         if layer == len(self.keys):
             room = self._extent if self.lean else first_room(self._extent, self.answer)
             self.keys.append(self._allocate(key, room))
             self.values.append(self._allocate(value, room))
         keys, values = self.keys[layer], self.values[layer]
-        if torch.compiler.is_dynamo_compiling():  # a graph holds for any rows and slots, for heads of the model's
+        if torch.compiler.is_dynamo_compiling():  # rows and slots are dynamic in a compiled graph, heads are not
             for store, new in ((keys, key), (values, value)):
                 torch._check(store.shape[1] == new.shape[1])
                 torch._check(store.shape[3] == new.shape[3])
@@ -155,7 +162,7 @@ class SlotCache:
         return keys[:, :, : self._extent], values[:, :, : self._extent]
 
     def _reserve(self) -> None:
-        """Make room for this pass in all layers, which are of one size."""
+        """Make room for this pass in all layers, which have the same size."""
         if self.keys and self.keys[0].shape[2] < self._extent:
             for store in (self.keys, self.values):
                 for layer, old in enumerate(store):
@@ -185,15 +192,15 @@ class SlotCache:
         self.lengths = [n + len(path) for n, path in zip(self.lengths, paths)]
 
     def _alike(self) -> list[list[Tensor]]:
-        """Keys and values of all layers, grouped by device and shape."""
+        """Return keys and values of all layers, grouped by device and shape."""
         groups: dict[tuple, list[Tensor]] = {}
         for store in (*self.keys, *self.values):
             groups.setdefault((store.device, store.shape, store.dtype), []).append(store)
         return list(groups.values())
 
     def select(self, keep: list[int]) -> None:
-        """Keep only these rows, in this order, keep[b] >= b. Those that change their place are moved in the stores; the
-        room behind the last one is kept.
+        """Keep only these rows, in this order; keep[b] >= b. Rows that change their place are moved in the stores, and
+        the room behind the last row is kept.
         """
         longest = self.length
         for stores in (self.keys, self.values):
@@ -204,11 +211,11 @@ class SlotCache:
             self.padding = self.padding[to_device(keep, self.padding.device)]
 
     def pack(self, real: list[list[bool]]) -> None:
-        """Drop the padding of prompts, so that no slot below a row's length is masked. real: `padding` on the host."""
+        """Remove the prompts' padding, so that no slot of a row is masked. `real` is `padding` on the host."""
         longest, slots = self.length, []
         for row, length in zip(real, self.lengths):
             kept = [s for s, is_real in enumerate(row) if is_real] + list(range(len(row), length))
-            slots.append(kept + [0] * (longest - len(kept)))  # what is behind a row's length is never attended to
+            slots.append(kept + [0] * (longest - len(kept)))  # slots behind a row's length are never attended to
         for tensor in (*self.keys, *self.values):
             old = tensor[:, :, :longest]
             old.copy_(old.gather(2, to_device(slots, tensor.device)[:, None, :, None].expand_as(old)))
@@ -216,8 +223,13 @@ class SlotCache:
         self.padding = self.mask = None
 
     def join(self, other: SlotCache, take: list[int], skip: list[int]) -> None:
-        """Add rows of another cache of the same model, in the room that is spare. The first skip[b] slots of the
-        other's row b are padding and are left behind; nothing else may be masked in either (`pack`).
+        """Add rows of another cache of the same model, using spare rows first.
+
+        Args:
+            other: The other cache.
+            take: Indices of its rows.
+            skip: Number of padding slots at the start of each row, which are not copied. Nothing else may be masked
+                (`pack`).
         """
         rows, wanted = len(self.lengths), len(self.lengths) + len(take)
         growth = [other.lengths[b] - skip[b] for b in take]
@@ -238,8 +250,8 @@ class SlotCache:
 
 
 def move_rows(store: Tensor, keep: list[int], used: Tensor) -> Tensor:
-    """The rows `keep` of a store, in place; keep[b] >= b, so no row is written over before it has been moved. used: the
-    view of the store that holds anything.
+    """Move the rows `keep` of a store to its front, in place; keep[b] >= b, so no row is overwritten before it has
+    moved. `used` is the view of the store that holds data.
     """
     for b, row in enumerate(keep):
         if row != b:
@@ -248,15 +260,21 @@ def move_rows(store: Tensor, keep: list[int], used: Tensor) -> Tensor:
 
 
 def widen_store(store: Tensor, rows: int) -> Tensor:
-    """A store with rows of its memory that are behind it (`move_rows`)."""
+    """Return the store with further rows of its own memory (`move_rows`)."""
     return store.as_strided((rows, *store.shape[1:]), store.stride(), store.storage_offset())
 
 
 def visibility(tree_ancestor: Tensor, lengths: list[int] | Tensor, padding_BS: Tensor | None, extent: int) -> Tensor:
-    """Attention mask of W of N draft nodes: (B, W, extent) bool, true where a node attends to a slot.
+    """Return an attention mask (B, W, extent) for W of N draft nodes, true where a node attends to a slot.
 
-    Committed slots of its row that are not padding (`padding_BS`: true for real prompt slots, S prompt slots), and its
-    ancestors and itself among the slots behind them. tree_ancestor is (1|B, W, N), lengths (B,).
+    A node attends to the committed slots of its row that are not padding, and in the slots behind them to its ancestors
+    and itself.
+
+    Args:
+        tree_ancestor: (1|B, W, N) bool.
+        lengths: Committed slots of each row, (B,).
+        padding_BS: (B, S) bool, true for real prompt slots; None if all are.
+        extent: Number of slots.
     """
     device, (width, size) = tree_ancestor.device, tree_ancestor.shape[-2:]
     length_B = to_device(lengths, device)

@@ -1,10 +1,10 @@
-"""Tokens that are known before they are drawn. They cost no drafter.
+"""Tokens that are known before they are sampled. They need no drafter.
 
-Of images: tokens fixed by the layout (end of row, end of image). `Request.fixed` has the fixed id of every output
-position, or FREE. The target's distribution there is a point mass, and drafts are filled in before they are verified,
-so such tokens are always accepted.
-Of text: forced tokens, where a request's processors leave one text, as those of a JSON schema do. A run of them is a
-draft like any other: where the text can be split in several ways, the target decides.
+Images: the layout fixes tokens such as the end of a row or of the image. `Request.fixed` has the fixed id of every
+output position, or FREE. The target's distribution there is a point mass, and drafts are filled in before they are
+verified, so these tokens are always accepted.
+Text: processors such as those of a JSON schema may leave only one continuation. These forced tokens are drafted like
+any others; if the text can be tokenised in several ways, the target decides.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from visspec.cache import to_device
 from visspec.distributions import Categorical
 from visspec.types import FREE, Draft, RowProcessor, State
 
-MOST_FORCED = 64  # tokens of a row's draft
+MOST_FORCED = 64  # maximum number of forced tokens in a row's draft
 
 
 def fixed_ids(state: State, ahead: Tensor) -> Tensor:
-    """The fixed id, or FREE, at `ahead` (1|B, N) positions after each live row's last token: (B, N)."""
+    """Return the fixed id, or FREE, at `ahead` (1|B, N) positions after each live row's last token: (B, N)."""
     fixed = state.request.fixed
     assert fixed is not None
     newest = to_device([[len(state.tokens[row]) - 1] for row in state.rows], fixed.device)
@@ -31,7 +31,7 @@ def fixed_ids(state: State, ahead: Tensor) -> Tensor:
 
 
 def constrain(logits_BNV: Tensor, draft: Draft, state: State) -> Tensor:
-    """Log-distributions after each node; a point mass where the next token is fixed."""
+    """Return log-distributions after each node, with point masses where the next token is fixed."""
     if state.request.fixed is None:
         return logits_BNV
     following_BN = fixed_ids(state, draft.tree.depth + 1)
@@ -40,7 +40,7 @@ def constrain(logits_BNV: Tensor, draft: Draft, state: State) -> Tensor:
 
 
 def fill(draft: Draft, state: State) -> Draft:
-    """The draft with fixed ids inserted, as point masses in q."""
+    """Insert fixed ids into a draft, as point masses in q."""
     if state.request.fixed is None or draft.tree.size == 1:
         return draft
     own_BN, free_BN = fixed_ids(state, draft.tree.depth), draft.tree.depth == 0
@@ -56,13 +56,13 @@ def fill(draft: Draft, state: State) -> Draft:
 
 
 def draft_forced(state: State) -> Draft | None:
-    """A chain of each row's forced tokens; None where they are fewer than the rows: a drafter may do better."""
+    """Return a chain of each row's forced tokens; None if there are fewer than rows, as a drafter may do better."""
     runs = [forced_tokens(state, row) for row in state.rows]
     return trees.ragged_draft(state.pending, runs) if sum(map(len, runs)) >= len(runs) else None
 
 
 def forced_tokens(state: State, row: int) -> list[int]:
-    """The tokens that must follow those of a row, up to its end or to where there is a choice."""
+    """Return the tokens that must follow those of a row, up to its end or the first choice."""
     own, index = state.request.of(row)
     processors = [each for each in own.sampling.processors if isinstance(each, RowProcessor)]
     run: list[int] = []

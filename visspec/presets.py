@@ -1,4 +1,4 @@
-"""Published methods as values: presets of decoding, and recipes that `visspec train drafter` follows."""
+"""Published methods as data: decoding presets, and recipes for `visspec train drafter`."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 
 
 class Preset(NamedTuple):
-    """Arguments of `accelerate` or `ImagePipeline` that make a published method. A trained drafter is named by its
-    kind, and the included one that is made for the model is taken.
+    """A published method as arguments of `accelerate` or `ImagePipeline`. A trained drafter is given by its kind; the
+    included drafter of that kind for the model is used.
     """
 
     drafter: str
     acceptance: str
     source: str
     order: str | None = None
-    parts: dict[str, Any] = {}  # noqa: RUF012, of the pipeline: another target
+    parts: dict[str, Any] = {}  # noqa: RUF012, parts of the pipeline that change the target
     levels: int | None = None
 
     @property
@@ -34,7 +34,7 @@ class Preset(NamedTuple):
         return "/".join(filter(None, (self.drafter, self.acceptance, self.order)))
 
 
-PRESETS: dict[str, dict[str, Preset]] = {  # by name, then by what the model generates; docs/methods.md compares them
+PRESETS: dict[str, dict[str, Preset]] = {  # by name, then by what the model generates; compared in docs/methods.md
     "plain": {
         "text": Preset("none", "exact", "no drafting, in our loop"),
         "codes": Preset("none", "exact", "no drafting, in our loop"),
@@ -48,8 +48,8 @@ PRESETS: dict[str, dict[str, Preset]] = {  # by name, then by what the model gen
     "typical": {"text": Preset("auto", "typical", "typical acceptance (Medusa, arXiv 2401.10774)")},
     "gumbel": {"codes": Preset("jacobi:window=12", "exact", "Jacobi windows coupled to the target's own noise")},
     "coupled": {
-        "codes": Preset("jacobi:redraw=maximal,window=16", "rejection", "SCD: Jacobi windows, maximal coupling"),
-        "vectors": Preset("mar", "coupled:window=16", "drafted vectors, chains coupled step by step"),
+        "codes": Preset("jacobi:redraw=maximal,window=16", "rejection", "SCD: Jacobi windows with maximal coupling"),
+        "vectors": Preset("mar", "coupled:window=16", "drafted vectors, coupled step by step"),
     },
     "sjd": {"codes": Preset("jacobi:redraw=independent,start=random,window=16", "rejection", "SJD (ICLR 2025)")},
     "gsd": {
@@ -69,9 +69,9 @@ PRESETS: dict[str, dict[str, Preset]] = {  # by name, then by what the model gen
     "coupled-lantern": {
         "codes": Preset("jacobi:redraw=maximal,window=16", "lantern:k=20,delta=0.05", "LANTERN on Jacobi windows")
     },
-    "denoise": {"vectors": Preset("none", "coupled:window=32", "accelerated diffusion by speculative sampling")},
-    "surrogate": {"vectors": Preset("mar", "surrogate", "CSpD (arXiv 2411.11925), as its paper says")},
-    "scales": {"maps": Preset("var", "scales", "drafted scales, code for code those of plain decoding")},
+    "denoise": {"vectors": Preset("none", "coupled:window=32", "speculative sampling of diffusion chains")},
+    "surrogate": {"vectors": Preset("mar", "surrogate", "CSpD (arXiv 2411.11925), as published")},
+    "scales": {"maps": Preset("var", "scales", "drafted scales, same codes as plain decoding")},
     "repaired": {"maps": Preset("var", "repaired", "drafted scales, maximal coupling of each code")},
     "code": {
         "maps": Preset(
@@ -82,30 +82,34 @@ PRESETS: dict[str, dict[str, Preset]] = {  # by name, then by what the model gen
     "scalekv": {
         "maps": Preset("none", "scales", "ScaleKV (arXiv 2505.19602): a tenth of the cache", parts={"budget": 0.1})
     },
-    "assd": {"any order": Preset("ahead:levels=4", "exact", "ASSD (ICLR 2026), codes far from each other", "spread")},
+    "assd": {"any order": Preset("ahead:levels=4", "exact", "ASSD (ICLR 2026), distant codes first", "spread")},
     "assd-raster": {"any order": Preset("ahead:levels=4", "exact", "ASSD row by row", "raster")},
 }  # fmt: skip
 
 
 class Recipe(NamedTuple):
-    """A published drafter as values of one: of its network (`EagleConfig`, or that of its `kind`), of its training
-    (`train.options.TrainingOptions`), and of the trees it drafts. sees: what it is told of a picture.
+    """A published drafter as data: its network (`EagleConfig` or that of its `kind`), its training
+    (`train.options.TrainingOptions`), and the trees it drafts. `sees` describes what it receives of a picture.
     """
 
     source: str
     sees: str
     network: dict[str, Any]
     plan: dict[str, Any]
-    draft: dict[str, Any]  # width and nodes, or a shape of `StructuredDrafter.shaped`
-    text_first: bool = False  # begin with text alone, then more and more pictures
+    draft: dict[str, Any]  # width and nodes, or options of `StructuredDrafter.shaped`
+    text_first: bool = False  # train on text first, then on more and more pictures
     kind: str = "eagle"  # of `DRAFTERS`
 
 
 SUM = {"fusion": "sum", "positions": "index"}
-FEATURES = {"unroll": 1, "opening": 1.0, "feature_weight": 10.0}  # smooth L1 of features, and a tenth of cross-entropy
+FEATURES = {
+    "unroll": 1,
+    "opening": 1.0,
+    "feature_weight": 10.0,
+}  # smooth L1 of features, plus a tenth of the cross-entropy
 BLOCKS = {"unroll": 1, "opening": 1.0}  # cross-entropy
 TREES = {"width": 10, "nodes": 60}
-RECIPES = {  # `visspec train drafter --preset`; docs/train.md says what each sees of the picture
+RECIPES = {  # for `visspec train drafter --preset`; docs/train.md explains what each sees of a picture
     "eagle": Recipe(
         "EAGLE (arXiv 2401.15077)", "all slots", {**SUM, "images": "slots", "levels": 5}, FEATURES, {"tree": "eagle"}
     ),
@@ -186,19 +190,19 @@ RECIPES = {  # `visspec train drafter --preset`; docs/train.md says what each se
 
 
 def target_sizes(model: ConfiguredModel) -> dict[str, Any]:
-    """What a tuned preset is made for."""
+    """Return the model sizes that identify the target of a tuned preset."""
     text = getattr(model.config, "get_text_config", lambda: model.config)()
     return {name: getattr(model.config if name == "model_type" else text, name, None) for name in SIZES}
 
 
 def write_preset(path: str | Path, model: ConfiguredModel, choice: Mapping[str, Any], **more: object) -> None:
-    """Write a preset of one model, the file of `visspec tune --out`."""
+    """Write a preset for one model, as `visspec tune --out` does."""
     kept = {name: choice[name] for name in ("drafter", "acceptance", "levels", "order") if name in choice}
     write_json(path, {**kept, "made_for": target_sizes(model), **more})
 
 
 def read_preset(path: str | Path, model: ConfiguredModel | None = None) -> Preset:
-    """The preset of a file. Raises ValueError for another file, or for another model than `model`."""
+    """Read a preset from a file. Raises ValueError for other files, or if it was made for another model."""
     found = read_json(Path(path).parent, Path(path).name)
     if missing := [name for name in ("drafter", "acceptance", "made_for") if name not in found]:
         raise ValueError(f"preset: {path} has no {missing[0]}, expected a file that `visspec tune --out` wrote")

@@ -1,5 +1,7 @@
-"""The likeliest ids of large vocabularies. On a CPU torch's `argmax` and `topk` visit a row id by id; two steps, the
-best blocks of ids and then the ids in them, take a quarter of the time for 49,152 ids and an eighth for 151,936.
+"""Argmax and top-k over large vocabularies.
+
+On a CPU, torch's `argmax` and `topk` visit a row id by id. Selecting the best blocks of ids first and then the ids in
+them takes a quarter of the time for 49,152 ids and an eighth for 151,936.
 """
 
 from __future__ import annotations
@@ -7,11 +9,11 @@ from __future__ import annotations
 from torch import Tensor
 
 BLOCK = 128
-LEAST = 64 * BLOCK  # ids; below, two steps take longer
+LEAST = 64 * BLOCK  # two steps are slower for fewer ids
 
 
 def _blocks(scores: Tensor) -> Tensor | None:
-    """The scores by blocks, (..., V / BLOCK, BLOCK); None where one step is faster."""
+    """Return the scores in blocks, (..., V / BLOCK, BLOCK), or None if one step is faster."""
     vocab = scores.shape[-1]
     if scores.device.type != "cpu" or vocab < LEAST or vocab % BLOCK:
         return None
@@ -19,7 +21,7 @@ def _blocks(scores: Tensor) -> Tensor | None:
 
 
 def argmax(scores: Tensor) -> Tensor:
-    """`scores.argmax(dim=-1)`: the first of the highest."""
+    """Return `scores.argmax(dim=-1)`, the first of the highest."""
     if (blocks := _blocks(scores)) is None:
         return scores.argmax(dim=-1)
     best = blocks.amax(dim=-1).argmax(dim=-1)
@@ -28,7 +30,7 @@ def argmax(scores: Tensor) -> Tensor:
 
 
 def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """`scores.topk(k, dim=-1)`: values and ids, the highest first. Of equal scores at the end, any may be left out."""
+    """Return `scores.topk(k, dim=-1)`: values and ids, highest first. Ties at the end are broken arbitrarily."""
     blocks = _blocks(scores)
     if blocks is None or k > BLOCK // 4:
         values, ids = scores.topk(k, dim=-1)

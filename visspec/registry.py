@@ -1,7 +1,7 @@
-"""The registry: one table of everything that has a name, and the objects that names stand for.
+"""The registry of everything that has a name, and the functions that create objects from names.
 
-`entries` and `presets` hold what is built in, `io.included` the included models. Other packages add to them by
-`register`, or by an entry point of the group `visspec.plugins`: a function without arguments that calls `register`.
+`entries` and `presets` hold the built-in names, `io.included` the included models. Other packages add names with
+`register`, or with an entry point of the group `visspec.plugins`: a function without arguments that calls `register`.
 """
 
 from __future__ import annotations
@@ -26,33 +26,34 @@ from visspec.io.options import nearest
 from visspec.presets import PRESETS, RECIPES, Preset, Recipe, read_preset
 from visspec.types import ConfiguredModel, Drafter, Order
 
-DrafterSpec = str | Path | Drafter | nn.Module | None  # what `accelerate` takes as its drafter
-DRAFTER = "drafter"  # the folder of a model's own drafter, in the model's
+DrafterSpec = str | Path | Drafter | nn.Module | None
+DRAFTER = "drafter"  # name of the folder of a model's own drafter
 KINDS = {"drafter": "drafters", "rule": "rules", "length": "lengths", "order": "orders", "family": "families",
          "layout": "layouts", "preset": "presets", "recipe": "recipes", "model": "models"}  # fmt: skip
-ARGUMENTS = {"rule": "acceptance", "recipe": "preset"}  # the argument that takes a name, where it is not the kind
+ARGUMENTS = {"rule": "acceptance", "recipe": "preset"}  # the user's argument, if it is not called like the kind
 PLUGINS = "visspec.plugins"
-SHAPE = ("tree", "confidence")  # options of `shaped` of drafters that build their drafts
-CHECKPOINTS = included.FOLDER  # of the included models, a folder each
+SHAPE = ("tree", "confidence")  # options of `shaped`, for drafters that build trees
+CHECKPOINTS = included.FOLDER  # one folder per included model
 _plugins_called = False
-_added: set[tuple[str, str]] = set()  # (kind, name) that `register` has added
+_added: set[tuple[str, str]] = set()  # (kind, name) pairs added by `register`
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
 def register(kind: str, name: str, target: Any, what: str = "", needs: str = "", checkpoint: str = "") -> None:
-    """Add a name that `accelerate`, `ImagePipeline` and the command line take.
+    """Add a name for use in `accelerate`, `ImagePipeline` and the command line.
 
     Args:
         kind: "drafter", "rule", "length", "order", "family" (name: the `model_type` of its models) or "preset".
-        target: a class, or "module:name" of one, which is imported when it is used; of a preset, a `Preset`.
-        what: a description of a few words for `visspec list`.
-        needs: what the models that it is for generate: "text", "codes", "any order", "vectors" or "maps"; "" for all.
-        checkpoint: of a trained drafter, the `kind` in the config.json of its weights, which `from_pretrained` reads.
+        name: The new name.
+        target: A class, or "module:name" to import it on use; for a preset, a `Preset`.
+        what: A short description for `visspec list`.
+        needs: What the supported models generate: "text", "codes", "any order", "vectors" or "maps"; "" for all.
+        checkpoint: For a trained drafter, the `kind` in the config.json of its weights. `from_pretrained` reads them.
 
     Raises:
-        ValueError: for another kind, and for a name that is built in.
+        ValueError: If the kind is unknown or the name is built in.
     """
     if kind not in (*TABLES, "preset") or needs not in NEEDS[kind == "preset" :]:
         raise ValueError(
@@ -60,7 +61,7 @@ def register(kind: str, name: str, target: Any, what: str = "", needs: str = "",
             f" {', '.join(NEEDS[1:])}"
         )
     if name in (PRESETS if kind == "preset" else TABLES[kind]) and (kind, name) not in _added:
-        raise ValueError(f"register: the {kind} {name!r} is built in, expected another name")
+        raise ValueError(f"register: The {kind} {name!r} is built in. Choose another name.")
     _added.add((kind, name))
     if kind == "preset":
         PRESETS.setdefault(name, {})[needs] = target
@@ -70,7 +71,7 @@ def register(kind: str, name: str, target: Any, what: str = "", needs: str = "",
 
 
 def load_plugins() -> None:
-    """Call the functions behind the entry points, once. One that fails is left out with a warning."""
+    """Call the functions of the entry points, once. A plug-in that fails is skipped with a warning."""
     global _plugins_called
     if _plugins_called:
         return
@@ -80,11 +81,11 @@ def load_plugins() -> None:
             point.load()()
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            warnings.warn(f"plug-in {point.name!r} ({point.value}) failed and is left out: {why}", stacklevel=2)
+            warnings.warn(f"plug-in {point.name!r} ({point.value}) failed and was skipped: {why}", stacklevel=2)
 
 
 def table(kind: str) -> dict[str, Entry]:
-    """All entries of a kind by name, those of plug-ins included."""
+    """Return all entries of a kind by name, including those of plug-ins."""
     load_plugins()
     if kind == "preset":
         return {
@@ -101,7 +102,7 @@ def table(kind: str) -> dict[str, Entry]:
 
 
 def find(kind: str, name: str) -> Entry:
-    """The entry of a name. Raises ValueError with the nearest names for one that is not there."""
+    """Return the entry of a name. Raises ValueError that suggests the nearest names if there is none."""
     known = table(kind)
     if name not in known:
         others = f"expected a name of `visspec list {KINDS[kind]}`, such as {nearest(name, known)}"
@@ -113,7 +114,7 @@ def find(kind: str, name: str) -> Entry:
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
-    """ "lantern:k=100,delta=0.1" -> ("lantern", {"k": 100, "delta": 0.1}). Numbers become numbers."""
+    """Split "lantern:k=100,delta=0.1" into ("lantern", {"k": 100, "delta": 0.1})."""
     name, _, tail = text.partition(":")
     options: dict[str, Any] = {}
     for item in filter(None, tail.split(",")):
@@ -125,7 +126,7 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def split(spec: str) -> tuple[str, dict[str, Any]]:
-    """A drafter's name, or a folder, and its options. The path of a folder may have a colon."""
+    """Split the name or folder of a drafter from its options. The path of a folder may contain a colon."""
     if is_named(spec.partition(":")[0]):
         return parse(spec)
     if Path(spec).is_dir():
@@ -137,7 +138,7 @@ def split(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def joined(name: str | Path, options: dict[str, Any]) -> str:
-    """The inverse of `split`."""
+    """Return the inverse of `split`."""
     tail = ",".join(
         f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()
     )
@@ -145,7 +146,7 @@ def joined(name: str | Path, options: dict[str, Any]) -> str:
 
 
 def is_named(name: str) -> bool:
-    """Whether a drafter has this name in the registry."""
+    """Return whether the registry has a drafter of this name."""
     return name in table("drafter") or name in included.table().drafters
 
 
@@ -159,7 +160,7 @@ def _number(text: str) -> Any:
 
 
 def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: Callable | None = None) -> Any:
-    """`(start or kind)(**options)`. Raises ValueError for an unknown option or a value unlike `kind`'s annotation."""
+    """Return `(start or kind)(**options)`. Raises ValueError for unknown options, or values of the wrong type."""
     known = options_of(kind)
     free = any(one.kind is Parameter.VAR_KEYWORD for one in signature(kind).parameters.values())
     for option, value in options.items():
@@ -177,19 +178,22 @@ def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: C
 
 
 def named(kind: str, text: str) -> Any:
-    """The object of a name with options, "typical:epsilon=0.1". Raises ValueError for an unknown name or option."""
+    """Create an object from a name with options, "typical:epsilon=0.1". Raises ValueError if one of them is unknown."""
     name, options = parse(text)
     return make(ARGUMENTS.get(kind, kind), name, find(kind, name).load(), options)
 
 
 def rule(text: str) -> Any:
-    """An acceptance rule by name and options, "typical:epsilon=0.1"."""
+    """Create an acceptance rule from a name with options, "typical:epsilon=0.1"."""
     return named("rule", text)
 
 
 def order(spec: str | Order | Iterable[int] | None) -> Any:
-    """An order by name and options, or an object; of any-order models a list of places, too. Raises ValueError as
-    `named` does.
+    """Create an order from a name with options, or for any-order models from a list of places. Objects are returned
+    unchanged.
+
+    Raises:
+        ValueError: As `named`.
     """
     if spec is None or isinstance(spec, Order):
         return spec
@@ -197,15 +201,18 @@ def order(spec: str | Order | Iterable[int] | None) -> Any:
 
 
 def length(spec: object) -> Callable[[int], Any] | None:
-    """What makes a draft-length policy for a number of levels, by name and options, "adaptive:share=0.02", or copies an
-    object. Raises ValueError as `named` does.
+    """Return a function that makes a draft-length policy for a number of levels, from a name with options or an object
+    to copy.
+
+    Raises:
+        ValueError: As `named`.
     """
     if spec is None:
         return None
     if not isinstance(spec, str):
         return lambda levels: copy.deepcopy(spec)
     name, options = parse(spec)
-    named("length", spec)  # refuses what is wrong now
+    named("length", spec)  # raises now if the name or an option is wrong
     kind = find("length", name).load()
     return lambda levels: kind(**{"levels": levels} | options)
 
@@ -214,15 +221,18 @@ def length(spec: object) -> Callable[[int], Any] | None:
 
 
 def presets(needs: str) -> dict[str, Preset]:
-    """The presets of models that generate "text", "codes", codes in "any order", "vectors" or "maps", by name."""
+    """Return the presets for models that generate "text", "codes", "any order", "vectors" or "maps", by name."""
     load_plugins()
     kinds = ("any order", "codes") if needs == "any order" else (needs,)
     return {name: by[kind] for name, by in PRESETS.items() for kind in kinds if kind in by}
 
 
 def preset(name: str | Path, needs: str, model: ConfiguredModel | None = None) -> Preset:
-    """A preset by name, or of a file that `visspec tune --out` wrote; one of a file has to fit `model`, if it is given.
-    Raises ValueError for an unknown name, for one of other models, and for another file.
+    """Return a preset by name, or from a file that `visspec tune --out` wrote.
+
+    Raises:
+        ValueError: If the name is unknown, the preset is for other models than `needs`, or the file is not a preset of
+            `model`.
     """
     if str(name).endswith(".json"):
         return read_preset(name, model)
@@ -234,7 +244,7 @@ def preset(name: str | Path, needs: str, model: ConfiguredModel | None = None) -
 
 
 def recipe(name: str | None, needs: str = "text") -> Recipe:
-    """A recipe of `visspec train drafter` for models that generate `needs`, or "own". Raises ValueError for another."""
+    """Return a recipe of `visspec train drafter`, by default "own". Raises ValueError if it does not fit `needs`."""
     entry = find("recipe", name or "own")
     if entry.needs != needs:
         raise ValueError(f"preset: got {name!r}, which is for models of {entry.needs}, expected one for {needs}")
@@ -242,15 +252,17 @@ def recipe(name: str | None, needs: str = "text") -> Recipe:
 
 
 def included_folder(name: str) -> Path:
-    """The folder of an included checkpoint by its name; any other name is a path. Raises ValueError for the name of an
-    included one that this installation lacks.
+    """Return the folder of an included checkpoint by name; any other name is a path.
+
+    Raises:
+        ValueError: If this installation lacks the included checkpoint.
     """
     own = "/" not in name and (included.present(name) or (name in included.table().models and not Path(name).exists()))
     return included.check("checkpoint", name) if own else Path(name)
 
 
 def included_drafter(model: ConfiguredModel, kind: str = "eagle") -> str | None:
-    """The included drafter of a kind that is made for a model, by its configuration; None where there is none."""
+    """Return the name of the included drafter of a kind that fits the model's configuration, or None."""
     own = included.made_for(kind, model)
     return own if own and included.present(own) else None
 
@@ -259,9 +271,9 @@ def included_drafter(model: ConfiguredModel, kind: str = "eagle") -> str | None:
 
 
 def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) -> tuple[Any, str]:
-    """A drafter for a target, and its name. `spec` is as in `visspec.accelerate`; `family` drives an image model.
-
-    A drafter by name or folder takes the option `copies`: it copies what text repeats (`models.lookup.merged`).
+    """Create a drafter for a target from a `spec` as in `visspec.accelerate`. Returns the drafter and its name.
+    `family` drives an image model. With the option `copies`, a drafter by name or folder also copies repeated text
+    (`models.lookup.merged`).
     """
     if spec is None or spec == "none":
         return None, "none"
@@ -274,11 +286,11 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
         if copies is not True or family is not None:
             raise ValueError(f"copies: got {copies}, expected true or false, and a model of text")
         found, name = drafter(joined(name, options), model)
-        merges = found is not None and not found.traits.counts_nodes  # the others copy anyway
+        merges = found is not None and not found.traits.counts_nodes  # other drafters copy anyway
         return load("visspec.models.lookup.merged:MergedDrafter")(found) if merges else found, name
     known, shipped = table("drafter"), included.table().drafters
     if name in table("order"):
-        raise ValueError(f"drafter: got {name!r}, which is an order of decoding, expected order={name!r}")
+        raise ValueError(f"drafter: {name!r} is an order of decoding. Pass order={name!r}.")
     if not is_named(name):
         if not (Path(name).is_dir() or hub.names(name)):
             raise ValueError(
@@ -295,7 +307,7 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
                 found := from_folder(beside, model, options, family), drafter_class(name)
             ):
                 return found, name
-            raise ValueError(f"drafter: got {str(spec)!r}, which has to be trained, expected the folder of its weights")
+            raise ValueError(f"drafter: {str(spec)!r} must be trained first. Pass the folder of its weights.")
         name = own or name
     if name in shipped:
         folder = included.check("drafter", name)
@@ -307,20 +319,20 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
 
 
 def own_drafter(model: ConfiguredModel) -> Path | None:
-    """The folder `drafter` in that of a model; None where there is none."""
+    """Return the folder `drafter` inside a model's folder, or None."""
     where = getattr(model.config, "_name_or_path", "")
     return own if where and (own := Path(where) / DRAFTER).is_dir() else None
 
 
 def drafter_class(name: str) -> Any:
-    """The class of a drafter by name. Raises ValueError for "none"."""
+    """Return the class of a drafter by name. Raises ValueError for "none"."""
     if name == "none":
-        raise ValueError(f"drafter: got {name!r} with options, expected {name!r} alone")
+        raise ValueError(f"drafter: {name!r} takes no options.")
     return find("drafter", name).load()
 
 
 def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], family: object = None) -> Any:
-    """A drafter from a checkpoint folder, of ours or published by others; its options are those of its class."""
+    """Load a drafter from a checkpoint folder, ours or a published one. Its options are those of its class."""
     config = read_json(folder, "config.json")
     trained = {entry.checkpoint: entry for entry in table("drafter").values() if entry.checkpoint}
     ours = str(config.get("kind", config.get("model_type")))
@@ -337,10 +349,9 @@ def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], f
 
 
 def shaped(found: object, name: str, options: dict[str, Any]) -> Any:
-    """A drafter with options of `SHAPE`. Raises ValueError for one that takes none."""
+    """Apply options of `SHAPE` to a drafter. Raises ValueError if it takes none."""
     if not options:
         return found
     if not isinstance(found, load("visspec.models.drafting.structure:StructuredDrafter")):
-        option, value = next(iter(options.items()))
-        raise ValueError(f"{option}: got {value} for {name}, expected a drafter that builds its drafts")
+        raise ValueError(f"{next(iter(options))}: {name} does not support this option.")
     return make("drafter", name, found.shaped, options)

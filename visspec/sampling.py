@@ -1,13 +1,13 @@
-"""From logits to distributions, and the random numbers that make values of them.
+"""Warping of logits, and the random numbers that turn distributions into samples.
 
-Shapes: B rows, N nodes, T positions, V vocabulary, U numbers of a position. Laws are float32.
+Shapes: B rows, N nodes, T positions, V vocabulary, U numbers per position. Distributions are float32.
 
-`Gumbel` numbers belong to positions. Token t of a row is argmax(log p_t + G_t), with G_t a vector of Gumbel numbers
-that depends on the row's generator and on t alone; that is a draw from p_t (Gumbel-max), whatever was drafted, in
-whatever batch. A drafter that ranks with the same G_t is coupled to the target and agrees with it with probability at
-least (1 - TV) / (1 + TV) (Daliri, Musco, Suresh, "Coupling without communication", 2024).
+`Gumbel` numbers belong to positions. Token t of a row is argmax(log p_t + G_t), where the vector G_t depends only on
+the row's generator and t. This is a draw from p_t (Gumbel-max), whatever was drafted and in any batch. A drafter that
+ranks with the same G_t is coupled to the target and agrees with it with probability at least (1 - TV) / (1 + TV)
+(Daliri, Musco, Suresh, "Coupling without communication", 2024).
 
-`AcceptanceNoise` belong to a rule that accepts and rejects draws from a reported distribution.
+`AcceptanceNoise` is for rules that accept and reject samples from a known distribution.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from visspec.cache import to_device
 from visspec.distributions import Categorical, Denoising, Maps, Trajectory, draw
 from visspec.types import Draft, NodeProcessor, Request, RowProcessor, Sampling, State, Tree
 
-CHUNK = 16  # positions drawn at a time: a constant, so that a row's stream does not depend on how it is consumed
-SIBLINGS = 32  # uniform numbers of a position; a node has at most this many children
+CHUNK = 16  # positions drawn at a time; constant, so that a row's stream does not depend on how it is consumed
+SIBLINGS = 32  # uniform numbers per position, and so the maximum number of children
 
 
 class BufferedNoise:
-    """Base class. samples: drafts are draws from a distribution that they report, independent of these numbers."""
+    """Base class of random numbers by position. `samples`: drafts are samples from q, independent of these numbers."""
 
     samples = False
 
@@ -41,7 +41,7 @@ class BufferedNoise:
 
     @classmethod
     def of(cls, numbers_BTU: Tensor) -> BufferedNoise:
-        """Noise of given numbers, without generators: for one round that is recorded."""
+        """Wrap given numbers, without generators, to record one round."""
         made = cls.__new__(cls)
         made.generators, made.width, made.ahead = [], numbers_BTU.shape[-1], list(numbers_BTU)
         return made
@@ -50,14 +50,12 @@ class BufferedNoise:
         return torch.rand(CHUNK, self.width, generator=generator, device=generator.device)
 
     def window(self, positions: int, first: int = 0) -> Tensor:
-        """(B, positions - first, width): the numbers of each row's next positions, from `first` on. Reading them does
-        not consume them.
-        """
+        """Return the numbers (B, positions - first, width) of each row's next positions, without consuming them."""
         self._reach(positions)
         return torch.stack([a[first:positions] for a in self.ahead])
 
     def _reach(self, positions: int) -> None:
-        """Draw what is missing of each row's next positions."""
+        """Draw the numbers that are missing up to this many positions ahead."""
         for b, generator in enumerate(self.generators):
             lacking = positions - len(self.ahead[b])
             if lacking > 0:
@@ -69,10 +67,9 @@ class BufferedNoise:
         self.ahead = [a[n:] for a, n in zip(self.ahead, counts)]
 
     def child_generators(self) -> list[torch.Generator]:
-        """A generator for each row, for numbers of a drafter. Called once a request.
-
-        Numbers that accept or reject draws must be unknown to the drafter, so they skip the one that seeds the child.
-        Others are indexed by position and stay as they are.
+        """Return a generator per row for the drafter's own numbers. Called once per request. Numbers that accept or
+        reject must be unknown to the drafter, so the number that seeds the child is skipped. Numbers indexed by
+        position stay the same.
         """
         parents = self.generators if self.samples else [parent.clone_state() for parent in self.generators]
         seeds = [torch.randint(2**62, (), generator=parent, device=parent.device) for parent in parents]
@@ -88,18 +85,20 @@ class BufferedNoise:
         self.ahead += [other.ahead[i] for i in take]
 
     def draft(self, distribution: Categorical, level: int) -> tuple[Tensor, Categorical | None]:
-        """A drafted value for each row (B,), `level` positions after the next one, and the distribution it was drawn
-        from; None where drafts are point masses to the rule.
+        """Draft a value (B,) for each row, `level` positions after the next one.
+
+        Returns:
+            The values and the distribution they were drawn from; None if the rule treats drafts as point masses.
         """
         raise NotImplementedError
 
     def perturb(self, logits_BWV: Tensor, level: int) -> Tensor:
-        """Logits of W nodes of a level as a tree ranks them."""
+        """Return the logits by which a tree ranks the tokens after W nodes of a level."""
         raise NotImplementedError
 
 
 class Gumbel(BufferedNoise):
-    """`width` Gumbel numbers a position. Drafts are coupled to the target's own draw."""
+    """`width` Gumbel numbers per position. Drafts are coupled to the target's own draw."""
 
     def _chunk(self, generator: torch.Generator) -> Tensor:
         u = super()._chunk(generator)
@@ -115,20 +114,18 @@ class Gumbel(BufferedNoise):
 
 
 def gumbel_given(logp: Tensor, chosen: Tensor) -> Tensor:
-    """Gumbel numbers (..., V) given that log p + G is largest at `chosen` (...), from torch's global generator.
-
-    The largest sum is a Gumbel number whatever `chosen` is; the others are below it (Maddison, Tarlow, Minka 2014).
+    """Sample Gumbel numbers (..., V), given that log p + G is largest at `chosen` (...), with torch's global generator.
+    The maximum is a Gumbel number independent of `chosen`; the others are truncated at it (Maddison, Tarlow, Minka
+    2014).
     """
     largest, sums = (-torch.empty_like(x).exponential_().log() for x in (logp[..., :1], logp))
-    logp = logp.clamp(min=-1e4)  # numbers of what is impossible stay finite
+    logp = logp.clamp(min=-1e4)  # keeps the numbers of impossible ids finite
     sums = -torch.logaddexp(-largest, -(sums + logp))
     return sums.scatter(-1, chosen[..., None], largest) - logp
 
 
 class Uniform(BufferedNoise):
-    """`width` numbers in [0, 1) a position, for draws that a distribution is reported of; the last of them draws the
-    draft.
-    """
+    """`width` uniform numbers per position, for drafts sampled from a known q. The last number draws the draft."""
 
     samples = True
 
@@ -140,21 +137,22 @@ class Uniform(BufferedNoise):
 
 
 class AcceptanceNoise(Uniform):
-    """Of each position: a uniform number for each sibling, the draw of the residual, and the drafter's own draw."""
+    """Uniform numbers per position: one for each sibling, one for the residual, and one for the draft."""
 
     def __init__(self, generators: Sequence[torch.Generator]):
         super().__init__(generators, SIBLINGS + 2)
 
     def accept_uniforms(self, tree: Tree) -> tuple[Tensor, Tensor]:
-        """(each node's coin (B, N), by its depth and its rank among its siblings; the residual's draw (B,))."""
+        """Return a coin for each node (B, N), by its depth and rank among siblings, and one for the residual (B,)."""
         window_BTU = self.window(tree.levels + 1)
         coins_BN = window_BTU.flatten(1).gather(1, trees.tree_cache(tree, _coin).expand(len(window_BTU), -1))
         return coins_BN, window_BTU[:, 0, SIBLINGS].contiguous()
 
 
 class Normals(BufferedNoise):
-    """Of each position, for chains of S steps in d dimensions: the start and the steps' normal numbers, two uniform
-    numbers a step, and K candidates of residuals, with a uniform number each, for R of the steps: candidates = (R, K).
+    """Random numbers for chains of S steps in d dimensions. Per position: normal numbers of the start and of the steps,
+    two uniform numbers per step, and for R of the steps K residual candidates with a uniform number each; candidates =
+    (R, K).
     """
 
     samples = True
@@ -173,7 +171,7 @@ class Normals(BufferedNoise):
         return torch.cat([normals, uniforms], dim=1)
 
     def numbers(self, positions: int, first: int = 0) -> TrajectoryNumbers:
-        """The numbers of each row's next positions from `first` on, for M = B (positions - first) chains."""
+        """Return the numbers of each row's next positions, from `first` on, for M = B (positions - first) chains."""
         numbers_MU = self.window(positions, first).flatten(0, 1)
         steps, candidates, uniforms, chances = numbers_MU.split(self.parts, dim=1)
         steps = steps.unflatten(1, (self.steps + 1, self.size))
@@ -192,14 +190,14 @@ class Normals(BufferedNoise):
 
 
 class ScaleNoise(BufferedNoise):
-    """Noise of maps: a position is a scale, and `width` numbers belong to each of its sizes[k] codes. Base class."""
+    """Base class of noise for maps. A position is a scale, and each of its sizes[k] codes has `width` numbers."""
 
     def __init__(self, generators: Sequence[torch.Generator], width: int, sizes: Sequence[int]):
         self.sizes, self.next = list(sizes), [0] * len(generators)  # the next scale of each row
         super().__init__(generators, width)
 
     def codes(self, nodes: int, first: int = 0) -> Tensor:
-        """(B, nodes, S, width): numbers of each row's next scales from `first` on, padded by zeros to the largest."""
+        """Return the numbers (B, nodes, S, width) of each row's next scales, zero-padded to the largest scale."""
         spans = [[self._span(b, first + n) for n in range(nodes)] for b in range(len(self.generators))]
         self._reach(max(end for row in spans for _, end in row))
         most = max(end - begin for row in spans for begin, end in row)
@@ -211,7 +209,7 @@ class ScaleNoise(BufferedNoise):
         )
 
     def _span(self, b: int, ahead: int) -> tuple[int, int]:
-        """Where the codes of a row's scale begin and end; behind the last scale there are none."""
+        """Return where the codes of a row's scale begin and end. The span is empty after the last scale."""
         begin = sum(self.sizes[self.next[b] : self.next[b] + ahead])
         return begin, begin + sum(self.sizes[self.next[b] + ahead : self.next[b] + ahead + 1])
 
@@ -224,11 +222,11 @@ class ScaleNoise(BufferedNoise):
         self.next = [self.next[i] for i in keep]
 
     def join(self, other: BufferedNoise, take: Sequence[int]) -> None:
-        raise ValueError(f"stream: got {type(self).__name__}, expected noise of tokens: maps are not drawn in streams")
+        raise ValueError("stream: Models that generate maps can't be streamed.")
 
 
 class ScaleGumbel(ScaleNoise, Gumbel):
-    """Gumbel numbers of every code."""
+    """Gumbel numbers for every code."""
 
     def draft(self, distribution: Maps, level: int) -> tuple[Tensor, None]:  # type: ignore[override]
         numbers_BSV = self.codes(1, level)[:, 0]
@@ -236,7 +234,7 @@ class ScaleGumbel(ScaleNoise, Gumbel):
 
 
 class ScaleAcceptanceNoise(ScaleNoise, Uniform):
-    """Of every code: a uniform number, the draw of the residual, and the drafter's own draw."""
+    """Uniform numbers for every code: one for acceptance, one for the residual, and one for the draft."""
 
     def __init__(self, generators: Sequence[torch.Generator], sizes: Sequence[int]):
         super().__init__(generators, 3, sizes)
@@ -247,7 +245,7 @@ class ScaleAcceptanceNoise(ScaleNoise, Uniform):
 
 
 class TrajectoryNumbers(NamedTuple):
-    """Random numbers of M chains."""
+    """Random numbers for M chains."""
 
     start: Tensor  # (M, d)
     steps: Tensor  # (M, S, d)
@@ -257,25 +255,31 @@ class TrajectoryNumbers(NamedTuple):
 
 
 def _coin(tree: Tree) -> Tensor:
-    """(1|B, N) where each node's coin stands among the numbers of a window."""
+    """Return the index of each node's coin among the numbers of a window, (1|B, N)."""
     return place(tree) * (SIBLINGS + 2) + ranks(tree).clamp(max=SIBLINGS - 1)
 
 
 def place(tree: Tree) -> Tensor:
-    """(1|B, N) levels between a node and the first drafted position."""
+    """Return the number of levels between the first drafted position and each node, (1|B, N)."""
     return (tree.depth - 1).clamp(min=0)
 
 
 def ranks(tree: Tree) -> Tensor:
-    """How many siblings stand before each node, (1|B, N)."""
+    """Return the number of earlier siblings of each node, (1|B, N)."""
     twins = tree.parent[..., :, None] == tree.parent[..., None, :]
     return twins.tril(-1).sum(dim=-1)
 
 
 def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Tensor:
-    """Guidance (with `uncond`), temperature, top-k, top-p, see `kernels.guided_warp`. (..., V) -> (..., V) float32.
+    """Apply guidance (if `uncond` is given), temperature, top-k and top-p (`kernels.guided_warp`).
 
-    Cut entries become -inf. Greedy sampling only applies guidance. Not differentiable.
+    Args:
+        logits: (..., V).
+        sampling: The parameters. Greedy sampling only applies guidance.
+        uncond: Logits without the prompt, (..., V).
+
+    Returns:
+        Float32 logits (..., V), -inf where a token was cut. Not differentiable.
     """
     temperature = sampling.temperature
     if uncond is None and (temperature == 0 or not (0 < sampling.top_k < logits.shape[-1] or sampling.top_p < 1.0)):
@@ -295,22 +299,25 @@ def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Te
 
 
 def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor | None = None) -> Tensor:
-    """Apply guidance, the request's processors at every node with its prefix (prompt, emitted tokens, path), then warp.
+    """Apply guidance, then the request's processors to every node with its prefix (prompt, emitted tokens, path), then
+    `warp`.
 
-    Processors may depend on the history, which differs between the nodes of a draft, so they are called for each node
-    separately, level by level. They are not called for nodes that can't be accepted: those that are not real or have a
-    token of probability 0 on their path. Distributions of such nodes are warped without them. This is slow and needs a
-    synchronisation more for each level. Where a `NodeProcessor` may be, it is called once for all nodes of a row.
+    Processors may depend on the history, which differs between nodes, so they are called for each node separately,
+    level by level. This is slow and synchronises once more per level. A `NodeProcessor` is called once for all nodes of
+    a row. Nodes that can't be accepted, because they are unreal or have a token of probability 0 on their path, are
+    only warped.
     """
     sampling, rows = state.request.sampling, len(state.rows)
     if not any(own.sampling.processors for own in state.request.each or (state.request,)):
         return warp(logits_BNV, sampling, uncond_BNV)
     logits_BNV = warp(logits_BNV, replace(sampling, temperature=0.0), uncond_BNV).clone()
     path_BND = trees.paths(draft.tree).expand(rows, -1, -1)
-    prefix = [state.ids(row)[0] for row in state.rows]  # ends with the pending token; empty below an embedded prompt
+    prefix = [
+        state.ids(row)[0] for row in state.rows
+    ]  # ends with the pending token; empty for prompts given as embeddings
     owners = [state.request.of(row) for row in state.rows]
     if all(_together(own.sampling.processors, len(ids), draft.tree) for (own, _), ids in zip(owners, prefix)):
-        drafted_BND = draft.value.gather(1, path_BND.clamp(min=0).flatten(1)).view_as(path_BND)  # or the pending token
+        drafted_BND = draft.value.gather(1, path_BND.clamp(min=0).flatten(1)).view_as(path_BND)
         for logits_NV, drafted_ND, ids, (own, _) in zip(logits_BNV, drafted_BND, prefix, owners):
             ids_NL = torch.cat([ids.expand(len(drafted_ND), -1), drafted_ND[:, 1:]], dim=1)
             for processor in own.sampling.processors:
@@ -327,14 +334,14 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
 
 
 def _together(processors: Sequence[Callable], length: int, tree: Tree) -> bool:
-    """Whether processors may be called once for all nodes below a prefix of this length."""
+    """Return whether processors can be called once for all nodes below a prefix of this length."""
     return length > 0 and all(
         isinstance(p, NodeProcessor) and p.alike(length, length + tree.levels) for p in processors
     )
 
 
 def _process_logits(logits_V: Tensor, ids: Tensor, own: Request, index: int) -> Tensor:
-    """The logits after ids, by the processors of a request, which may have settings for each of its rows."""
+    """Apply the processors of a request, which may depend on the row, to the logits after `ids`."""
     batch = own.prompt.shape[0]
     for processor in own.sampling.processors:
         if isinstance(processor, RowProcessor):
@@ -347,7 +354,7 @@ def _process_logits(logits_V: Tensor, ids: Tensor, own: Request, index: int) -> 
 def _reachable_nodes(
     logits_BNV: Tensor, draft: Draft, sampling: Sampling, level: list[tuple[int, int]], paths: list[list[list[int]]]
 ) -> list[tuple[int, int]]:
-    """Nodes (row, index) below those of a level that are real and have a token of a probability above 0."""
+    """Return the real nodes (row, index) below those of a level whose token has a positive probability."""
     place = {node: m for m, node in enumerate(level)}
     parents = [
         ((b, n), place.get((b, path[-2]))) for b, row in enumerate(paths) for n, path in enumerate(row) if path[1:]
@@ -359,16 +366,15 @@ def _reachable_nodes(
     level_L2, below_M3 = numbers[: 2 * len(level)].view(-1, 2), numbers[2 * len(level) :].view(-1, 3)
     b_M, n_M, above_M = below_M3.T
     p_LV = warp(logits_BNV[tuple(level_L2.T)], sampling).softmax(dim=-1)
-    may_M = p_LV[above_M, draft.value[b_M, n_M]] != 0  # NaN where every token is banned, of which one is emitted
+    may_M = p_LV[above_M, draft.value[b_M, n_M]] != 0  # NaN if every token is banned; one is emitted nevertheless
     if draft.real is not None:
         may_M &= draft.real[b_M, n_M]
     return [(b, n) for (b, n, _), may in zip(below, may_M.tolist()) if may]
 
 
 def choose(distribution: Categorical, depth_N: Tensor, noise: BufferedNoise | None, levels: int) -> Tensor:
-    """The token sampled at each node with its position's noise, or the argmax without noise: (B, N).
-
-    depth_N (1|B, N) is the offset of the node's next position from the pending token.
+    """Return the token (B, N) sampled at each node with its position's noise; the argmax without noise. depth_N (1|B,
+    N) is the offset of the node's next position from the pending token.
     """
     logits_BNV = distribution.logits
     if noise is None:
@@ -383,17 +389,24 @@ def choose(distribution: Categorical, depth_N: Tensor, noise: BufferedNoise | No
 
 
 def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Categorical | None]:
-    """One drafted token per row, in the form that the request's rule expects: (tokens (B,), the distribution or None).
+    """Draft one token per row in the form that the request's rule expects.
 
-    Greedy: the argmax. Otherwise as the request's noise says (`BufferedNoise.draft`): the argmax under the noise of
-    that position (level 0 is the position after the pending token), a point mass; or a real draw, and the distribution
-    it came from.
+    Without noise this is the argmax. Otherwise `BufferedNoise.draft` decides: either a point mass, the argmax under the
+    noise of the position, or a real sample with its distribution.
+
+    Args:
+        logits_BV: The drafter's logits.
+        state: The state of the request.
+        level: Position after the pending token, from 0.
+
+    Returns:
+        Tokens (B,), and their distribution or None.
     """
     return sample_distribution(Categorical(warp(logits_BV, state.request.sampling)), state, level)
 
 
 def sample_distribution(distribution: Categorical, state: State, level: int) -> tuple[Tensor, Categorical | None]:
-    """The same of a distribution."""
+    """Like `propose`, for a `Categorical`."""
     return (
         (ranking.argmax(distribution.logits), None) if state.noise is None else state.noise.draft(distribution, level)
     )

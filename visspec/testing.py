@@ -1,4 +1,4 @@
-"""The contracts of drafters and acceptance rules, for the tests of whoever writes one.
+"""Contract checks for drafters and acceptance rules, for use in the tests of their authors.
 
 def test_bigram():
     visspec.testing.check_drafter(Bigram(), model, tokenizer(prompts, padding=True, return_tensors="pt"))
@@ -24,33 +24,36 @@ _PLAIN: WeakKeyDictionary[Any, dict] = WeakKeyDictionary()
 def check_drafter(
     drafter: Any, model: Any, inputs: Mapping[str, Tensor], max_new_tokens: int = 14, **options: Any
 ) -> Accelerated:
-    """Check that a drafter leaves the text as it is: greedy tokens are those of transformers, seeded ones those of the
-    loop without drafts, and no draft is invalid or raises.
+    """Check that a drafter does not change the generated text.
+
+    Greedy tokens must equal those of transformers, and sampled tokens those of our loop without a drafter and with the
+    same seed. No draft may be invalid or raise an exception.
 
     Args:
-        drafter: as `visspec.accelerate` takes it.
-        model: the target, in float32.
-        inputs: arguments of `generate`, (B, L) `input_ids` among them; several rows of different lengths check that a
-            row does not depend on its batch.
-        options: of `visspec.accelerate`.
+        drafter: Any value that `visspec.accelerate` takes.
+        model: The target, in float32.
+        inputs: Arguments of `generate`, with `input_ids` (B, L). Rows of different lengths also check that a row does
+            not depend on its batch.
+        max_new_tokens: Tokens to generate in each row.
+        options: Further options of `visspec.accelerate`.
 
     Returns:
-        What generated, whose `last_stats` say what was drafted.
+        The accelerated model. Its `last_stats` report what was drafted.
 
     Raises:
-        AssertionError: if the contract is broken.
+        AssertionError: If the contract is broken.
     """
     quick = accelerate(model, drafter, **{"adaptive": False, **options})
     greedy, expected, seeded, drawn = _plain(model, inputs, max_new_tokens)
-    for arguments, wanted in ((greedy, expected), (seeded, drawn)):
+    for arguments, reference in ((greedy, expected), (seeded, drawn)):
         result = quick.run(**inputs, **arguments)
-        assert torch.equal(result.output, wanted), f"{quick.name} changes the tokens of {arguments}"
-        assert result.stats.faults == 0, f"{result.stats.faults} drafts of {quick.name} are invalid"
+        assert torch.equal(result.output, reference), f"{quick.name} changes the tokens of {arguments}."
+        assert result.stats.faults == 0, f"{result.stats.faults} drafts of {quick.name} are invalid."
     return quick
 
 
 def _plain(model: Any, inputs: Mapping[str, Tensor], new: int) -> tuple[dict, Tensor, dict, Tensor]:
-    """Options and output of a greedy call of transformers' generate, and of a seeded one of the loop without drafts."""
+    """Return options and output of a greedy `generate` call, and of a seeded call of our loop without drafts."""
     known, key = _PLAIN.setdefault(model, {}), (new, *(value.numpy().tobytes() for value in inputs.values()))
     if key not in known:
         greedy = {"max_new_tokens": new, "do_sample": False}
@@ -62,19 +65,26 @@ def _plain(model: Any, inputs: Mapping[str, Tensor], new: int) -> tuple[dict, Te
 
 
 def check_rule(rule: str | Acceptance, vocab: int = 6, rows: int = 4000, pairs: int = 8) -> None:
-    """Check the guarantee of a rule for ids by the tokens that it gives, one drafted token in each of many rows, for
-    several pairs of a target's and a drafter's distribution: an exact rule keeps the target's, an approximate one
-    measures at least the drift that is there.
+    """Check the guarantee of an acceptance rule for ids, by counting tokens.
+
+    One token is drafted in each row. An exact rule must keep the target's distribution; an approximate rule must report
+    a drift that is at least the measured one.
+
+    Args:
+        rule: A rule, or its name with options.
+        vocab: Size of the vocabulary.
+        rows: Samples for each pair of distributions.
+        pairs: Number of random pairs of a target's and a drafter's distribution.
 
     Raises:
-        AssertionError: if the guarantee is broken.
+        AssertionError: If the guarantee is broken.
     """
     for seed in range(pairs):
         _check_guarantee(registry.rule(rule) if isinstance(rule, str) else rule, vocab, rows, seed)
 
 
 def _check_guarantee(rule: Acceptance, vocab: int, rows: int, seed: int) -> None:
-    """Check one pair of distributions; by chance it fails once in a million times."""
+    """Check one pair of distributions. A correct rule fails once in a million times."""
     generator = torch.Generator().manual_seed(seed)
     p_V, q_V = torch.randn(2, vocab, generator=generator).mul(1.5).softmax(-1)
     noise = rule.make_noise([torch.Generator().manual_seed(seed + row) for row in range(rows)], vocab)
@@ -89,7 +99,7 @@ def _check_guarantee(rule: Acceptance, vocab: int, rows: int, seed: int) -> None
     error_V = 5 * (p_V * (1 - p_V) / rows).sqrt()
     name = type(rule).__name__
     if rule.traits.guarantee == "approximate":
-        assert verdict.drift is not None, f"{name} is approximate and measures no drift"
+        assert verdict.drift is not None, f"{name} is approximate and measures no drift."
         drift, distance = float(verdict.drift.mean()), 0.5 * float((found_V - p_V).abs().sum())
         assert distance <= drift + 0.5 * float(error_V.sum()), f"{name}: drift {drift:.3f}, but it is {distance:.3f}"
     else:

@@ -19,15 +19,20 @@ from visspec.distributions import Distribution
 from visspec.ranking import topk
 from visspec.types import Draft, Tree
 
-_branches: WeakKeyDictionary[Tree, int] = WeakKeyDictionary()  # maximum number of children, if known on the host
-_derived: WeakKeyDictionary[Tree, dict[Callable, Any]] = WeakKeyDictionary()  # of trees from `static`
+_branches: WeakKeyDictionary[Tree, int] = WeakKeyDictionary()
+_derived: WeakKeyDictionary[Tree, dict[Callable, Any]] = WeakKeyDictionary()  # values derived from trees of `static`
 
 
 @lru_cache(maxsize=512)
 def static(parent: tuple[int, ...], device: str = "cpu") -> Tree:
-    """A static tree from its parent array ((-1, 0, 0, 1, ...)), shared by all rows and cached.
+    """Return a static tree, shared by all rows and cached.
 
-    Raises ValueError when a parent does not come before its child.
+    Args:
+        parent: The parent of each node, (-1, 0, 0, 1, ...).
+        device: Where its tensors live.
+
+    Raises:
+        ValueError: If a parent does not come before its child.
     """
     if not parent or parent[0] != -1:
         raise ValueError(f"parent: got {parent!r}, expected a tuple that starts with the root's -1")
@@ -49,20 +54,19 @@ def static(parent: tuple[int, ...], device: str = "cpu") -> Tree:
 
 
 def limit_children(tree: Tree, branch: int) -> Tree:
-    """Sets the maximum number of children per node."""
+    """Set the maximum number of children per node."""
     _branches[tree] = branch
     return tree
 
 
 def branch(tree: Tree) -> int:
-    """Upper bound of the number of children per node: that of `limit_children`, else the size."""
+    """Return an upper bound on the number of children per node: the value set by `limit_children`, else the size."""
     return _branches.get(tree, tree.size - 1)
 
 
 def tree_cache(tree: Tree, derive: Callable[[Tree], Any]) -> Any:
-    """derive(tree), cached for trees from `static`; `derive` must be a module-level function.
-
-    Other trees may be buffers that change between replays (`accept.graphed_rule`).
+    """Return derive(tree), cached for trees from `static`. `derive` must be a module-level function. Other trees are
+    not cached, because they may be buffers that change between replays (`accept.graphed_rule`).
     """
     known = _derived.get(tree)
     if known is None:
@@ -74,7 +78,7 @@ def tree_cache(tree: Tree, derive: Callable[[Tree], Any]) -> Any:
 
 
 def above(tree: Tree) -> Tensor:
-    """(1|B, N) each node's parent; the root is its own parent."""
+    """Return each node's parent (1|B, N); the root is its own parent."""
     return tree_cache(tree, _above)
 
 
@@ -83,7 +87,7 @@ def _above(tree: Tree) -> Tensor:
 
 
 def roots(tree: Tree) -> Tensor:
-    """(1|B, N) bool: true at node 0."""
+    """Return a mask (1|B, N) that is true at node 0."""
     return tree_cache(tree, _roots)
 
 
@@ -92,23 +96,23 @@ def _roots(tree: Tree) -> Tensor:
 
 
 def chain(levels: int, device: str = "cpu") -> Tree:
-    """The root and `levels` nodes, one below the other."""
+    """Return a tree of the root and `levels` nodes, one below the other."""
     return static(tuple(range(-1, levels)), device)
 
 
 def empty_draft(pending: Tensor) -> Draft:
-    """A draft of the pending node alone: plain decoding."""
+    """Return a draft that holds only the pending node, for plain decoding."""
     return Draft(pending[:, None], static((-1,), str(pending.device)))
 
 
 def chain_draft(pending: Tensor, proposed: Tensor, q: Distribution | None = None, real: Tensor | None = None) -> Draft:
-    """A chain below the pending node, from values (B, T, *X) of its levels. q and real include the root."""
+    """Return a chain below the pending node, from values (B, T, *X) of its levels. q and real include the root."""
     value = torch.cat([pending[:, None], proposed], dim=1)
     return Draft(value, chain(proposed.shape[1], str(pending.device)), q, real)
 
 
 def ragged_draft(pending_B: Tensor, proposed: list[list[int]]) -> Draft:
-    """A chain from lists of ids of different lengths."""
+    """Return a chain from lists of ids of different lengths."""
     width = max(map(len, proposed))
     if width == 0:
         return empty_draft(pending_B)
@@ -120,7 +124,7 @@ def ragged_draft(pending_B: Tensor, proposed: list[list[int]]) -> Draft:
 
 
 def pad(draft: Draft, size: int, levels: int) -> Draft:
-    """Append nodes that are not real, up to `size` nodes; a chain stays one, where it may have so many levels."""
+    """Append unreal nodes up to `size` nodes. A chain stays a chain if it may have that many levels."""
     tree, value, more = draft.tree, draft.value, size - draft.tree.size
     if more <= 0 or draft.q is not None or (tree.chain and size > levels + 1):
         return draft
@@ -134,23 +138,23 @@ def pad(draft: Draft, size: int, levels: int) -> Draft:
 
 
 def paths(tree: Tree) -> Tensor:
-    """(1|B, N, levels + 1) indices of each node's ancestors from the root to itself, padded with -1."""
+    """Return the indices of each node's ancestors from the root to itself, (1|B, N, levels + 1), padded with -1."""
     return tree_cache(tree, _paths)
 
 
 def _paths(tree: Tree) -> Tensor:
     size = tree.size
     index = torch.arange(size, device=tree.parent.device)
-    found = torch.where(tree.ancestor, index, size).sort(dim=-1).values[..., : tree.levels + 1]
-    return torch.where(found == size, -1, found)
+    ordered = torch.where(tree.ancestor, index, size).sort(dim=-1).values[..., : tree.levels + 1]
+    return torch.where(ordered == size, -1, ordered)
 
 
 class TreeBuilder:
-    """Builds a dynamic tree level by level: `grow` takes the distributions of a frontier and returns the next frontier.
+    """Builds a dynamic tree level by level, best-first by summed log-probability (EAGLE-2).
 
-    Best-first by summed log-distribution (EAGLE-2): every frontier node proposes `width` children, the best `width` of
-    all children become the next frontier, and `finish` keeps the best `nodes` of everything that was proposed. Any
-    distribution per node can be used; distributions perturbed by the noise of their position give coupled trees.
+    `grow` takes the distributions of a frontier and returns the next frontier: every frontier node proposes `width`
+    children, and the best `width` of all children become the next frontier. `finish` keeps the best `nodes` of all
+    proposals. Any distribution works; distributions perturbed by the noise of their position give coupled trees.
     """
 
     def __init__(self, pending_B: Tensor, width: int):
@@ -163,11 +167,12 @@ class TreeBuilder:
         self.children, self.levels, self.size = 0, 0, 1
 
     def grow(self, logp_BWV: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a level by the log-distributions after the frontier's nodes.
+        """Add a level, given the log-distributions after the frontier's nodes.
 
-        Returns the new frontier's tokens (B, width) and the index of each one's parent in the old frontier.
+        Returns:
+            The tokens (B, width) of the new frontier, and the index of each one's parent in the old frontier.
         """
-        self.children = min(self.width, logp_BWV.shape[2])  # of each node
+        self.children = min(self.width, logp_BWV.shape[2])  # children of each node
         likely_BWC, token_BWC = topk(logp_BWV, self.children)
         total_BM = (self.frontier_total[..., None] + likely_BWC.float()).flatten(1)
         token_BM = token_BWC.flatten(1)
@@ -181,9 +186,7 @@ class TreeBuilder:
         return token_BM.gather(1, best_BK), best_BK // self.children
 
     def finish(self, nodes: int) -> Draft:
-        """The best `nodes` proposals, excluding the root, as a draft. A child never ranks above its parent, so they
-        form a tree.
-        """
+        """Return the best `nodes` proposals as a draft. They form a tree, as a child never ranks above its parent."""
         total, tokens = torch.cat(self.total, dim=1), torch.cat(self.tokens, dim=1)
         parent = torch.cat(self.frontiers[:-1], dim=1).repeat_interleave(self.children, dim=1)
         parent = torch.cat([torch.full_like(parent[:, :1], -1), parent], dim=1)
@@ -200,18 +203,18 @@ class TreeBuilder:
 
 
 def from_parents(parent_BN: Tensor, levels: int) -> Tree:
-    """A tree per row from parents on the device; `levels` bounds the depth. No synchronisation."""
+    """Build a tree per row from parents on the device, without synchronising. `levels` bounds the depth."""
     ancestor = kernels.ancestors(parent_BN, levels)
     return Tree(parent_BN, ancestor.sum(-1) - 1, ancestor, levels, chain=False)
 
 
 def check(tree: Tree) -> None:
-    """Raises ValueError unless depths, ancestors, `levels` and `chain` agree with the parents. Synchronises."""
+    """Raise ValueError unless depths, ancestors, `levels` and `chain` agree with the parents. Synchronises."""
     index = torch.arange(tree.size, device=tree.parent.device)
     if not bool(((tree.parent < index) & ((tree.parent >= 0) == (index > 0))).all()):
-        raise ValueError("tree.parent: got a node before its parent, expected -1 and then an earlier node for each")
+        raise ValueError("tree.parent: The root needs the parent -1, and every other node an earlier node.")
     made = from_parents(tree.parent, tree.size - 1)
     agree = torch.equal(made.ancestor, tree.ancestor) and torch.equal(made.depth, tree.depth)
     in_line = not tree.chain or bool((tree.parent == index - 1).all())
     if not (agree and in_line and int(made.depth.max()) <= tree.levels):
-        raise ValueError("tree: got depths, ancestors, levels or chain that disagree with its parents")
+        raise ValueError("tree: depth, ancestor, levels or chain disagree with parent.")

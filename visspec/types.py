@@ -1,7 +1,7 @@
 """Records passed between the stages of a round, and the base classes of targets, drafters, rules and orders.
 
 Shapes: B rows, N draft nodes, D path length, L prompt length, V vocabulary, F features. All ids are int64.
-A *node* is the unit of commitment. Node 0 of a draft is the pending token: committed, not yet in the cache.
+A *node* is the unit of commitment. Node 0 of a draft is the pending token: committed, but not yet in the cache.
 Records are frozen; `State` is the only mutable object of a request.
 """
 
@@ -23,23 +23,28 @@ from typing_extensions import TypeVar
 from visspec.distributions import Categorical, DenoisingSteps, Distribution
 
 TINY = torch.finfo(torch.float32).tiny
-GUARANTEES = ("approximate", "exact for the declared target", "exact")  # from the weakest
+GUARANTEES = ("approximate", "exact for the declared target", "exact")  # weakest first
 FREE = -1  # in `Request.fixed`: a position without a fixed token
 MAX_NODES = 1024  # maximum number of nodes of a draft, root included
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters. temperature 0 is greedy; top_k 0 and top_p 1 disable them.
+    """Sampling parameters.
 
-    `processors` are transformers-style callables (ids (1, length), logits (1, V)) -> logits, called in order for every
-    node with that node's prefix, before temperature, top-k and top-p.
+    Args:
+        temperature: 0 for greedy decoding.
+        top_k: Number of tokens to keep; 0 keeps all.
+        top_p: Probability mass to keep; 1 keeps all.
+        guidance: Classifier-free guidance scale, which the target applies first; 1 disables it.
+        processors: transformers-style callables (ids (1, length), logits (1, V)) -> logits. They are called in order,
+            for every node with that node's prefix, before temperature, top-k and top-p.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    guidance: float = 1.0  # classifier-free guidance scale, mixed by the target before everything else; 1 is none
+    guidance: float = 1.0
     processors: tuple[Callable[[Tensor, Tensor], Tensor], ...] = ()
 
     def __post_init__(self):
@@ -74,19 +79,15 @@ class Tree:
 
 @dataclass(frozen=True)
 class Draft:
-    """A tree of proposed nodes. X is the shape of a node's value: () for an id.
-
-    `q` is the distribution that each node was sampled from, given the siblings before it. None: nodes are point masses,
-    that is deterministic, or sampled with the same noise as the target's tokens. Only rules that use their own random
-    numbers support q.
+    """A tree of proposed nodes. X is the shape of a node's value: () for an id. `q` is the distribution from which each
+    node was sampled, given its earlier siblings. None means that nodes are point masses: deterministic, or sampled with
+    the noise of the target's own tokens. Only rules that draw their own random numbers support q.
     """
 
     value: Tensor  # (B, N, *X); any valid value if a node is not real
     tree: Tree
     q: Distribution | None = None  # row 0 unused
-    real: Tensor | None = (
-        None  # (B, N) bool: false for padding nodes, which are never accepted; the root's entry is ignored
-    )
+    real: Tensor | None = None  # (B, N) bool: false for padding nodes, never accepted; ignored for the root
 
     @property
     def levels(self) -> int:
@@ -124,36 +125,36 @@ class Outcome:
 
 @dataclass
 class Request:
-    """One batch to decode. `inputs` is passed to the target's `prefill`; the other fields are used by the loop."""
+    """One batch to decode. `inputs` is passed to the target's `prefill`; the loop uses the other fields."""
 
     inputs: Any
     prompt: Tensor  # (B, L) input ids, padding included
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     eos: frozenset[int] = frozenset()
-    stop: Callable[[Tensor], bool] | None = None  # called with (1, length) ids after each token; true ends the row
+    stop: Callable[[Tensor], bool] | None = None  # called with (1, length) ids after each token; True ends the row
     generators: Sequence[torch.Generator] | None = None  # one per row; None with greedy sampling
-    on_tokens: Callable[[list[int]], bool | None] | None = None  # batch 1: called with a round's tokens; true ends it
+    on_tokens: Callable[[list[int]], bool | None] | None = None  # batch of one: called after each round; True ends it
     on_round: Callable[[State], None] | None = None  # called after each round, between passes
     keep_logits: bool = False  # store the warped distribution of every emitted token
     keep_raw: bool = False  # store the target's unprocessed logits of every emitted token
     keep_cache: bool = False  # store keys and values of finished rows, to continue from the output
-    media: Mapping[str, Any] = field(default_factory=dict)  # pixel values etc., for drafters with a vision tower
+    media: Mapping[str, Any] = field(default_factory=dict)  # pixel values etc. for drafters with a vision tower
     copies: int = 1  # sequences per prompt (num_return_sequences)
     fixed: Tensor | None = None  # (>= max_new_tokens,) grammar: the fixed token of each position, or FREE
     grid: tuple[int, int] | None = None  # rows and columns of an image's tokens
-    order: tuple[int, ...] | None = None  # any-order targets: the place of each code, as they are drawn; None: raster
-    known: Tensor | None = None  # the same: (B, rows * columns) codes that are given, FREE elsewhere, on the CPU
-    each: list[Request] = field(default_factory=list)  # a request of one row per row, if rows were put together
-    prefix: Any = None  # what of its prompts is kept or known (`models.decoder.prefix`); the prefill takes it
-    reused: list[int] = field(default_factory=list)  # of each row, tokens of its prompt that the prefill did not read
+    order: tuple[int, ...] | None = None  # for any-order targets: the place of each code in drawing order; None: raster
+    known: Tensor | None = None  # for any-order targets: (B, rows * columns) known codes, FREE elsewhere, on the CPU
+    each: list[Request] = field(default_factory=list)  # the requests of the rows, if several were batched
+    prefix: Any = None  # prompt prefixes to store or reuse (`models.decoder.prefix`), read by the prefill
+    reused: list[int] = field(default_factory=list)  # per row, prompt tokens taken from the prefix cache
 
     def of(self, row: int) -> tuple[Request, int]:
-        """The request that a row's limit, ends, processors and prompt come from, and the row's index in it."""
+        """Return the request that holds a row's limit, ends, processors and prompt, and the row's index in it."""
         return (self.each[row], 0) if self.each else (self, row)
 
     def visits(self, row: int) -> list[int]:
-        """Places of a row's codes in the order in which an any-order target reads and draws them, given ones first."""
+        """Return the places of a row's codes in the order of an any-order target, known codes first."""
         assert self.grid is not None
         order = range(self.grid[0] * self.grid[1]) if self.order is None else self.order
         given = [False] * len(order) if self.known is None else (self.known[row] != FREE).tolist()
@@ -161,31 +162,31 @@ class Request:
 
 
 class Tokenizer(Protocol):
-    """Turns texts into ids and back, as those of transformers do."""
+    """The interface of a transformers tokenizer."""
 
     padding_side: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Ids of texts."""
+        """Return the ids of texts."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
 
 
 class Processor(Protocol):
-    """Turns texts and pictures into a model's inputs, as those of transformers do."""
+    """The interface of a transformers processor, which turns texts and pictures into model inputs."""
 
     tokenizer: Tokenizer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """A model's inputs."""
+        """Return the inputs of a model."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        """The text of ids."""
+        """Return the text of ids."""
 
 
 class ConfiguredModel(Protocol):
-    """A model of transformers, or one of ours that is configured like them."""
+    """A transformers model, or one of ours that is configured like one."""
 
     config: Any
 
@@ -197,28 +198,28 @@ class ConfiguredModel(Protocol):
 
 
 class RowProcessor:
-    """Base class of logits processors that are called for one row at a time, at any prefix. Others are called with the
-    shape that the request's prompts have.
+    """Base class of logits processors that are called for one row at a time, with any prefix. Other processors are
+    called with the batch shape of the request's prompts.
     """
 
     def __call__(self, ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
         return torch.stack([self.row(b, *given) for b, given in enumerate(zip(ids_BL, scores_BV))])
 
     def row(self, index: int, ids_L: Tensor, scores_V: Tensor) -> Tensor:
-        """The scores (V,) behind ids of an original row."""
+        """Return the scores (V,) after the ids (L,) of an original row."""
         raise NotImplementedError
 
     def forced(self, index: int, ids: list[int]) -> int | None:
-        """The only token possible behind ids, or the longest one where all begin the same text; None where there is a
-        choice, or it is not known.
+        """Return the only token that can follow the ids, or None if there is a choice or it is unknown. If all possible
+        tokens begin the same text, this is the longest of them.
         """
         return None
 
 
 @dataclass(frozen=True)
 class NodeProcessor:
-    """A logits processor that reads a prefix's ids as a set, and of its length only whether it is below `least`: all
-    nodes of a draft are scored in one call, shorter prefixes with an id repeated.
+    """A logits processor that treats the prefix as a set of ids and only checks whether its length is below `least`.
+    All nodes of a draft are therefore scored in one call, in which shorter prefixes repeat an id.
     """
 
     processor: Callable[[Tensor, Tensor], Tensor]
@@ -228,7 +229,7 @@ class NodeProcessor:
         return self.processor(ids_BL, scores_BV)
 
     def alike(self, shortest: int, longest: int) -> bool:
-        """Whether prefixes of these lengths are on one side of `least`."""
+        """Return whether prefixes of these lengths lie on the same side of `least`."""
         return longest < self.least or shortest >= self.least
 
 
@@ -236,13 +237,15 @@ NoiseT = TypeVar("NoiseT", default=Any)  # random numbers of a request: a `sampl
 
 
 class Structure(NamedTuple):
-    """Of a draft: most nodes of a level that others hang from, 1 for a chain, and of the tree without its root."""
+    """Structure of a draft: maximum nodes per level that have children (1 for a chain), and of the tree without
+    root.
+    """
 
-    width: int = 0  # 0: the drafter's own
+    width: int = 0  # 0: chosen by the drafter
     nodes: int = 0
 
     def size(self, levels: int) -> int:
-        """Nodes of so many levels; one a level where the structure is unknown."""
+        """Return the number of nodes in `levels` levels; one per level if the structure is unknown."""
         if self.width <= 1 or not levels:
             return levels
         return min(self.nodes, self.width * (1 + self.width * (levels - 1)))
@@ -255,7 +258,7 @@ class Round(NamedTuple):
     """One pass over a draft, for every row that was live."""
 
     levels: int  # maximum depth of the draft over rows
-    committed: list[int]  # tokens, the last of them not drafted
+    committed: list[int]  # tokens of each row; the last one is not drafted
     had_rejection: list[bool]  # whether a node below the end of the accepted path was rejected
 
 
@@ -268,15 +271,15 @@ class Trace:
     origin: list[list[str]] = field(default_factory=list)  # per row and token: plain, drafted, bonus, corrected
     latest: dict[str, float] = field(default_factory=dict)  # seconds of each stage in the latest round
     faults: int = 0  # number of invalid drafts and exceptions of the drafter
-    calls: Counter[str] = field(default_factory=Counter)  # of networks beside the passes: "head", "draft_head"
+    calls: Counter[str] = field(default_factory=Counter)  # network calls outside passes: "head", "draft_head"
     gave_up: int = 0  # rounds without drafting because it would not save time
-    nodes: int = 1  # of the latest pass, its root included
-    requested: int = 0  # levels that the drafter was asked for in the latest round
-    structure: Structure = OWN  # that it was asked for
-    counted: bool = False  # whether the latest draft was asked for by its nodes (`State.worth`), not by levels
-    chain: list[int] = field(default_factory=list)  # tokens that first children alone would have committed, of each row
-    context: int = 0  # tokens of the longest row so far, prompt included: passes cost more behind long ones
-    memory: dict[str, int] = field(default_factory=dict)  # bytes of the target's caches, where it reports them
+    nodes: int = 1  # nodes of the latest pass, root included
+    requested: int = 0  # levels requested from the drafter in the latest round
+    structure: Structure = OWN  # structure requested from the drafter
+    counted: bool = False  # whether the latest request was for a number of nodes (`State.worth`) instead of levels
+    chain: list[int] = field(default_factory=list)  # per row, tokens that first children alone would have committed
+    context: int = 0  # length of the longest row so far, prompt included; the cost of a pass depends on it
+    memory: dict[str, int] = field(default_factory=dict)  # bytes of the target's caches, if it reports them
 
 
 @dataclass
@@ -288,21 +291,21 @@ class State:
     position: Tensor  # (B,) position id of the pending node
     cache: Any  # the target's cache
     rows: list[int]
-    output: Any  # a `loop.output.TokenBuffer`, which the target chooses
+    output: Any  # a `loop.output.TokenBuffer`, or the subclass that the target needs
     noise: Any = None  # random numbers, `sampling.BufferedNoise`; None with greedy sampling
     drift: Tensor | None = None  # (original rows,) summed over the rounds
     memory: Any = None  # the drafter's per-request state
-    target: Target | None = None  # for drafters that run its layers or read its keys and values
-    # given the tokens that drafts of 1, 2, ... nodes (the root included) are expected to commit, how many nodes pay
+    target: Target | None = None  # for drafters that run the target's layers or read its keys and values
+    # maps the expected tokens of drafts of 1, 2, ... nodes (root included) to the number of nodes to draft
     worth: Callable[[Sequence[float]], int] = len
-    offer: tuple[int, Structure] | None = None  # levels and structure where such nodes do not pay (`traits.copies`)
+    offer: tuple[int, Structure] | None = None  # levels and structure to draft if copies do not pay (`traits.copies`)
     drafting: bool = True  # false once the drafter has failed in this request
     refused: Tensor | None = None  # () number of invalid drafted nodes, on the device
     trace: Trace = field(default_factory=Trace)
 
     @property
     def structure(self) -> Structure:
-        """The structure to draft in, of those that the drafter offers."""
+        """The structure to draft in, one of those that the drafter offers."""
         return self.trace.structure
 
     @property
@@ -317,7 +320,7 @@ class State:
 
     @property
     def calls(self) -> Counter[str]:
-        """Calls of networks beside the passes, to be counted here."""
+        """Counter of network calls outside target passes. Drafters and rules add to it."""
         return self.trace.calls
 
     @property
@@ -326,16 +329,16 @@ class State:
 
     @property
     def budget(self) -> int:
-        """Remaining number of tokens of the live row with the most of them."""
+        """The largest number of tokens that any live row may still emit."""
         return max(map(self.room, self.rows))
 
     def room(self, row: int) -> int:
-        """Remaining number of tokens of an original row."""
+        """Return the number of tokens that an original row may still emit."""
         own = self.request.each[row] if self.request.each else self.request
         return own.max_new_tokens - len(self.output.tokens[row])
 
     def ids(self, row: int) -> Tensor:
-        """Prompt and emitted tokens of an original row, (1, length)."""
+        """Return prompt and emitted tokens of an original row, (1, length)."""
         return self.output.ids(row)
 
 
@@ -349,18 +352,18 @@ class Capabilities:
     feature_layers: tuple[int, ...] = ()
     codebook: Tensor | None = None  # (codes, E) float32 as used by the image decoder; larger ids are grammar
     distribution: type[Distribution] = Categorical  # of its nodes
-    steps: DenoisingSteps | None = None  # of the chains that vectors are sampled by
-    size: int = 0  # of these vectors
-    layers: int = 0  # of which some can be run alone (`Target.partial`)
+    steps: DenoisingSteps | None = None  # schedule of the denoising chains that vectors are sampled with
+    size: int = 0  # size of the vectors
+    layers: int = 0  # number of layers, if some of them can be run alone (`Target.partial`)
     scales: tuple[int, ...] = ()  # codes of each node of an image, where nodes are maps
-    any_order: bool = False  # images in any order of their places (`Request.order`)
+    any_order: bool = False  # images can be decoded in any order of their places (`Request.order`)
     guarantee: str = "exact"  # the strongest that a setup may promise
-    prompt_ids: int = 0  # number of ids that a prompt may have, where it is more than `vocab`
-    declared: str = ""  # with a guarantee for the declared target: its distribution, in words
+    prompt_ids: int = 0  # number of ids that may occur in a prompt, if larger than `vocab`
+    declared: str = ""  # for a guarantee that holds for a declared target: a description of its distribution
 
     @property
     def chains(self) -> tuple[int, int]:
-        """(steps, size) of chains. Raises ValueError for a target of ids."""
+        """(steps, size) of denoising chains. Raises ValueError for a target of ids."""
         if self.steps is None:
             raise ValueError("target: got a model of ids, expected one of vectors")
         return len(self.steps), self.size
@@ -370,55 +373,77 @@ class Target:
     """Base class of targets: the model to accelerate."""
 
     capabilities: Capabilities
-    passes: Any = None  # compiled ones (`models.runner`), if it has any
-    recorder: Any = None  # what records them as CUDA graphs, if they are
+    passes: Any = None  # compiled passes (`models.runner`), if any
+    recorder: Any = None  # records passes as CUDA graphs, if enabled
 
     def record(self, asked: bool | None) -> None:
-        """Called once where passes may be recorded as CUDA graphs (None: where that pays), before any request; by
-        default they run as they are, which a warning says if it was asked for.
+        """Prepare to record passes as CUDA graphs. Called once, before any request. By default passes run eagerly.
+
+        Args:
+            asked: True warns if passes can't be recorded; None records them where that is faster.
         """
         if asked:
             warnings.warn(
-                f"graphs: got {type(self).__name__}, expected a target whose passes are recorded; it runs eager",
+                f"graphs: {type(self).__name__} does not support CUDA graphs. It runs eagerly.",
                 RuntimeWarning,
                 stacklevel=3,
             )
 
     def fix_widths(self) -> None:
-        """Compute each row as it is alone, whatever runs beside it (`models.runner.widths`). Called once, before any
-        request. Raises ValueError if the target doesn't support it.
+        """Make the result of each row independent of its batch (`models.runner.widths`). Called once, before any
+        request.
+
+        Raises:
+            ValueError: If the target does not support it.
         """
         raise ValueError(f"batch_invariant: got {type(self).__name__}, expected text, or images in raster order")
 
     @property
     def device(self) -> torch.device:
-        """Where ids and distributions live."""
+        """The device of ids and distributions."""
         raise NotImplementedError
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
-        """Run the prompt. Scores: distributions (B, 1) after it, features (B, L, F)."""
+        """Run the prompt.
+
+        Returns:
+            The new state, and scores with distributions (B, 1) after the prompt and features (B, L, F).
+        """
         raise NotImplementedError
 
     def verify(self, state: State, draft: Draft) -> Scores:
-        """One pass over all nodes of all live rows."""
+        """Run one pass over all nodes of all live rows.
+
+        Args:
+            state: The state of the request.
+            draft: Nodes to score; node 0 is the pending token.
+
+        Returns:
+            Scores with distributions (B, N).
+        """
         raise NotImplementedError
 
     def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
-        """Logits (B, V) after one node of a chain (B,), `level` below the pending one, without the layers in `skip`.
+        """Return the logits (B, V) after one node of a chain, computed without some layers.
 
-        Nodes come in order of their levels, the pending one first. What is stored of them is overwritten by `verify`.
+        Call it for the nodes in order of their levels, the pending node first. `verify` overwrites what it caches.
+
+        Args:
+            state: The state of the request.
+            value: The node (B,).
+            level: The level of the node below the pending one.
+            skip: Indices of the layers to leave out.
         """
-        raise ValueError(f"drafter: got one that runs the target's layers, which {type(self).__name__} can't run alone")
+        raise ValueError(f"drafter: {type(self).__name__} can't run single layers. Choose another drafter.")
 
     def stored(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-        """Keys and values (B, H, S, E) of some layers, not to be written to, and which of the slots are committed
-        tokens, (B, S) bool; None where all are.
-        """
-        raise ValueError(f"drafter: got one that reads keys and values, which {type(self).__name__} does not show")
+        """Return read-only keys and values (B, H, S, E) of layers, and a mask (B, S) of committed slots (None: all)."""
+        raise ValueError(f"drafter: {type(self).__name__} does not expose keys and values. Choose another drafter.")
 
     def law(self, request: Request) -> Callable[[Tensor], Tensor] | None:
-        """A function from the "states" (..., X) in the `aux` of scores to the log-distributions (..., V) of a request,
-        up to a constant and without grammar; None where the head can't be run again. It may be wrong: compare.
+        """Return a function from hidden states (..., X), the "states" in `Scores.aux`, to log-distributions (..., V).
+        They are correct up to a constant and ignore the grammar. The function may be wrong, so compare its results with
+        those of a pass. None if the head can't be run alone.
         """
         return None
 
@@ -426,26 +451,42 @@ class Target:
         """Keep the accepted nodes in the cache."""
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Keep only these live rows."""
+        """Keep only these live rows, given by index."""
 
     @property
     def pads(self) -> bool:
-        """Whether prompts of different length can be prefilled together, each row as it is alone."""
+        """Whether prompts of different lengths can be prefilled together, with the results of separate prefills."""
         return False
 
     def finish(self, state: State) -> None:
-        """Called when a request has ended, unless an exception ended it: give back what it borrowed."""
+        """Release what the request borrowed. Called when a request has ended, unless an exception ended it."""
 
     def join(self, state: State, other: State, take: list[int]) -> None:
-        """Add the live rows `take` of another request behind the live rows; `other` is not changed.
+        """Append live rows of another request to the live rows.
 
-        Raises ValueError if the target doesn't support it.
+        Args:
+            state: The state to extend.
+            other: The other request's state, which is not changed.
+            take: Indices of the rows to add.
+
+        Raises:
+            ValueError: If the target does not support it.
         """
-        raise ValueError(f"stream: got {type(self).__name__}, expected a target that takes rows into a running batch")
+        raise ValueError(f"stream: {type(self).__name__} does not support adding rows to a running batch.")
 
     def revise(self, state: State, value: Tensor, where: Tensor, seen: Tensor) -> Scores:
-        """One pass over positions of an image in any order. Raises ValueError if the target doesn't support it."""
-        raise ValueError(f"order: got {type(self).__name__}, expected a target that can decode out of raster order")
+        """Run one pass over positions of an image in any order.
+
+        Args:
+            state: The state of the request.
+            value: Tokens (B, N) to run.
+            where: Positions (B, N) of the tokens.
+            seen: Attention mask of the tokens, True where one attends to a slot.
+
+        Raises:
+            ValueError: If the target does not support it.
+        """
+        raise ValueError(f"order: {type(self).__name__} can only decode in raster order.")
 
 
 @dataclass(frozen=True)
@@ -453,87 +494,105 @@ class DrafterTraits:
     """Traits of a drafter, checked once when a setup is built."""
 
     levels: int = 8  # maximum draft depth
-    feature_layers: tuple[int, ...] = ()  # hidden states of the target that it reads
+    feature_layers: tuple[int, ...] = ()  # layers of the target whose hidden states it reads
     embeddings: bool = False  # whether it reads the input embeddings of the prompt
-    samples: bool = False  # its drafts are always samples from q
-    trees: bool = False  # its drafts branch
-    adaptive_depth: bool = True  # false: use a fixed depth, e.g. if drafts improve over several passes
-    whole_images: bool = False  # it can draft a whole image (`sketch`)
+    samples: bool = False  # whether its drafts are always samples from q
+    trees: bool = False  # whether its drafts branch
+    adaptive_depth: bool = True  # False: use a fixed depth, e.g. if drafts improve over several passes
+    whole_images: bool = False  # whether it can draft a whole image (`sketch`)
     distribution: type[Distribution] = Categorical  # of the values it drafts
-    joins: bool = False  # rows can enter a running batch (`join`)
-    partial: bool = False  # it runs some of the target's own layers (`Target.partial`)
-    any_order: bool = False  # it drafts for any-order targets alone
-    counts_nodes: bool = False  # it asks `State.worth` how many nodes of its draft pay
-    copies: int = 0  # most levels of its copies, as many nodes as pay; where none pay, it drafts `State.offer`
-    own_noise: bool = False  # draws that it reports come from numbers of its own, which serve several rounds
-    ahead: int = (
-        0  # distributions of so many later codes after each node that it reads, of any-order targets: `aux["ahead"]`
-    )
+    joins: bool = False  # whether rows can enter a running batch (`join`)
+    partial: bool = False  # whether it runs single layers of the target (`Target.partial`)
+    any_order: bool = False  # whether it only drafts for any-order targets
+    counts_nodes: bool = False  # whether it asks `State.worth` how many nodes to draft
+    copies: int = 0  # maximum levels of text copied from the context; if copies do not pay, it drafts `State.offer`
+    own_noise: bool = False  # whether q is sampled with its own random numbers, which serve several rounds
+    ahead: int = 0  # any-order targets: number of later codes whose distributions it reads, `aux["ahead"]`
 
 
 class Drafter:
-    """Base class of drafters: cheap proposers. `propose` may draft fewer levels than asked, never more.
-
-    A drafter must not write to its arguments, except that it stores data about a request in `state.memory`: it may be
-    used by several requests and threads at once.
+    """Base class of drafters, which propose tokens cheaply. A drafter may serve several requests and threads at once.
+    It must not write to its arguments; data about a request goes to `state.memory`.
     """
 
     traits = DrafterTraits()
-    passes: Any = None  # its calls, compiled, if it has any
-    recorder: Any = None  # its calls recorded as CUDA graphs, if they are
-    saved_as = ""  # "network": it writes its weights (`save_pretrained`); "model": they are those of a model it runs
+    passes: Any = None  # its compiled calls, if any
+    recorder: Any = None  # records its calls as CUDA graphs, if enabled
+    saved_as = ""  # "network": it saves its weights (`save_pretrained`); "model": its weights belong to another model
 
     @property
     def structures(self) -> Sequence[Structure]:
-        """Structures that it can draft in, narrower ones first."""
+        """Structures that the drafter supports, narrower ones first."""
         return (OWN,)
 
     def restrict_to_chains(self) -> None:
-        """Called where the target or the rule takes no trees. A drafter that only drafts trees is refused then."""
+        """Draft chains only, because target or rule do not support trees. A drafter without chains is rejected."""
 
     def compile(self) -> None:
-        """Called after `attach` where compiled passes were asked for; by default a drafter runs as it is."""
+        """Compile the drafter's passes. Called after `attach` with `compile=True`; a no-op by default."""
 
     def record(self) -> None:
-        """Called where the target's passes are recorded; by default a drafter runs as it is."""
+        """Prepare to record calls as CUDA graphs. Called if the target's passes are recorded; a no-op by default."""
 
     def save_pretrained(self, folder: Path, record: dict[str, Any]) -> None:
-        """Write configuration, weights and provenance, of drafters that are saved as a network."""
+        """Write configuration and weights. Only for drafters whose `saved_as` is "network".
+
+        Args:
+            folder: The folder to write to.
+            record: Provenance to store with the weights.
+        """
         raise NotImplementedError
 
     def check_form(self, form: str) -> None:
-        """Raises ValueError if other engines have no form of this name for the drafter."""
+        """Raise ValueError if the drafter can't be exported to the form of this name, which another engine reads."""
         kind = type(self).__name__
-        raise ValueError(f"form: got {form!r} for a {kind}, which other engines can't read, expected another drafter")
+        raise ValueError(f"form: {kind} has no form {form!r}. Other engines can't read this drafter.")
 
     def attach(self, target: Any) -> None:
-        """Called with the model (for images its family) when a setup is built, and again after its device or dtype
+        """Connect to the model, or its image family. Called when a setup is built, and after device or dtype
         changed.
         """
 
     def start(self, state: State, scores: Scores) -> None:
-        """Called after the prefill, with its scores."""
+        """Process the scores of the prefill. Called once per request."""
 
     def propose(self, state: State, depth: int) -> Draft:
+        """Propose a draft.
+
+        Args:
+            state: The state of the request.
+            depth: Maximum number of levels. A draft may have fewer, never more.
+        """
         raise NotImplementedError
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        """Called after each round."""
+        """Process the result of a round.
+
+        Args:
+            state: The state after the round.
+            draft: The draft that was verified.
+            scores: The target's scores of its nodes.
+            verdict: The result of the acceptance rule, on the device.
+            outcome: The verdict as Python lists.
+        """
 
     def finish(self, state: State) -> None:
-        """Called when a request has ended, unless an exception ended it."""
+        """Release what the request used. Called when a request has ended, unless an exception ended it."""
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Drop all live rows but these."""
+        """Keep only these live rows, given by index."""
 
     def join(self, state: State, other: State, take: list[int]) -> None:
-        """Add live rows of another request, started and not observed: its rows `[other.rows[b] for b in take]` are now
-        the last len(take) of `state.rows`. Only called with `traits.joins`; `other.memory` must still serve the rows
-        that were not taken.
+        """Add live rows of another request after its `start`. Only called with `traits.joins`.
+
+        Args:
+            state: The state that was extended. Its last len(take) `rows` are the new ones.
+            other: The state of the other request. `other.memory` must still serve the rows that were not taken.
+            take: Indices of the rows in `other.rows`.
         """
 
     def sketch(self, state: State) -> Tensor:
-        """(B, rows * columns) codes of whole images, in raster order, for the live rows after the prefill."""
+        """Draft whole images after the prefill. Returns codes (B, rows * columns) of the live rows, in raster order."""
         raise NotImplementedError
 
 
@@ -542,15 +601,15 @@ class RuleTraits:
     """Traits of an acceptance rule."""
 
     guarantee: str = "approximate"  # or "exact", "exact for the declared target"
-    judges_draws: bool = False  # supports sampled drafts with their distribution q
-    chains_only: bool = False  # trees are not supported
-    whole_images: bool = False  # can verify all positions of a drafted image at once
+    judges_draws: bool = False  # whether it supports sampled drafts with their distribution q
+    chains_only: bool = False  # whether trees are unsupported
+    whole_images: bool = False  # whether it can verify all positions of a drafted image at once
     distribution: type[Distribution] = Categorical  # of the nodes it verifies
-    whole_chains: bool = False  # what it accepts depends on drafts behind: they have to be drawn afresh in each round
+    whole_chains: bool = False  # whether it depends on later drafts, which must be drawn anew each round
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether the tokens of a seed do not depend on drafts."""
+        """Whether the tokens of a given seed do not depend on drafts."""
         return self.guarantee == "exact" and not self.judges_draws
 
 
@@ -560,31 +619,43 @@ class Acceptance(Generic[NoiseT]):
     traits = RuleTraits()
 
     def bind(self, capabilities: Capabilities) -> None:
-        """Called with the target's capabilities when a setup is built, on a copy of the given rule."""
+        """Adapt the rule to a target. Called on a copy of the user's rule when a setup is built."""
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> NoiseT:
-        """Random numbers for a request, one generator per row; `width` is that of the distribution."""
+        """Create the random numbers of a request.
+
+        Args:
+            generators: One generator per row.
+            width: Width of the target's distributions.
+        """
         raise NotImplementedError
 
     def __call__(self, draft: Draft, scores: Scores, noise: NoiseT | None) -> Verdict:
-        """noise None: greedy decoding."""
+        """Select the accepted nodes.
+
+        Args:
+            draft: The nodes.
+            scores: The target's distributions after each node.
+            noise: Random numbers; None for greedy decoding.
+        """
         raise NotImplementedError
 
     @property
     def inner(self) -> Acceptance:
-        """The innermost rule, for wrapped rules; used in statistics."""
+        """The innermost rule of a wrapped rule, used in statistics."""
         return self
 
 
 class DraftLengthPolicy:
-    """Base class (`loop.draft_length`). `depth` is called before each round, `observe` after it.
+    """Base class of draft-length policies (`loop.draft_length`). `depth` is called before each round, `observe` after
+    it.
 
     Args:
         levels: Maximum number of levels.
     """
 
-    structures: Sequence[Structure] = (OWN,)  # that the drafter offers; the chosen one is `state.trace.structure`
-    counts_nodes, copies = False, 0  # the drafter's traits
+    structures: Sequence[Structure] = (OWN,)  # offered by the drafter; the chosen one is `state.trace.structure`
+    counts_nodes, copies = False, 0  # traits of the drafter
 
     def __init__(self, levels: int = 8):
         if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:
@@ -592,32 +663,32 @@ class DraftLengthPolicy:
         self.levels = levels
 
     def limit(self, state: State) -> int:
-        """Levels that a draft may have in this round: one token of the budget is the target's own."""
+        """Return the maximum levels of this round's draft. One token of the budget is reserved for the target's own."""
         return max(min(self.levels, state.budget - 1), 0)
 
     def depth(self, state: State) -> int:
-        """Levels to draft in this round; 0 for none. Stored in `state.trace.requested`."""
+        """Return the levels to draft in this round, 0 for none, and store them in `state.trace.requested`."""
         raise NotImplementedError
 
     def pad(self, state: State, nodes: int) -> int:
-        """Size to pad a draft of so many nodes to, because a pass over it takes less time."""
+        """Return a size to which to pad a draft of `nodes` nodes, because a pass of that size is faster."""
         return nodes
 
     def observe(self, trace: Trace) -> None:
-        """The latest round has ended: `trace.rounds[-1]`, `trace.latest`."""
+        """Process the latest round: `trace.rounds[-1]` and `trace.latest`."""
 
 
 class Order:
     """Base class of the orders in which positions are generated."""
 
-    name = ""  # as users write it and records hold it
+    name = ""  # in arguments and records
     raster = False  # sequential, with drafts verified by the loop
-    visits = False  # whether it says in which order an any-order target draws; the loop decodes in any case
-    # of the nodes of targets that it takes; every target's where it is raster
+    visits = False  # whether it sets the order in which an any-order target draws; the loop decodes either way
+    # of the nodes that it can decode; raster decodes nodes of any kind
     distribution: type[Distribution] = Categorical
 
     def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
-        """This order with the rule and drafter of a setup. Raises ValueError if they are incompatible."""
+        """Return this order for the rule and drafter of a setup. Raises ValueError if they are incompatible."""
         return self
 
     def decode(
@@ -628,21 +699,30 @@ class Order:
         request: Request,
         length_policy: DraftLengthPolicy,
     ) -> State:
-        """Decode a batch. Returns the finished state."""
+        """Decode a batch.
+
+        Args:
+            target: The model.
+            drafter: The drafter, or None.
+            rule: The acceptance rule.
+            request: The batch.
+            length_policy: Chooses the draft length of each round.
+
+        Returns:
+            The finished state.
+        """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """Prompts and the target's answers to them, recorded (`train.capture`). Row b has lengths[b] answer tokens, stop
-    included; M is the longest.
-    """
+    """Prompts and the target's recorded answers (`train.capture`). Row b has lengths[b] answer tokens, M at most."""
 
     ids: Tensor  # (B, L + M) prompts (left-padded) and answers (right-padded)
     prompt_length: int
     lengths: list[int]
     features: Tensor  # (B, L + M - 1, F)
-    states: Tensor  # (B, M - 1, X) after each answer token, what `law` reads
+    states: Tensor  # (B, M - 1, X) inputs of `law` after each answer token
     law: Callable[[Tensor], Tensor]  # states (..., X) -> log-distributions (..., V), up to a constant; float32
     width: int  # V
     best: Tensor  # (B, M - 1) the likeliest token after each answer token
@@ -655,37 +735,42 @@ class TrainingBatch:
 
     @property
     def logits(self) -> Tensor:
-        """(B, M - 1, V): all log-distributions at once, which take much memory where V is large."""
+        """All log-distributions at once, (B, M - 1, V). They take much memory if V is large."""
         return self.law(self.states)
 
 
 class Prediction(NamedTuple):
-    """One step of a rollout: what predicts the distributions after T answer tokens of each row."""
+    """One step of a rollout: states that predict the distributions after T answer tokens of each row."""
 
-    states: Tensor  # (B, T, d), of which the drafter's `trained_logits` are
-    weight: Tensor  # (B, T) of each in the loss; 0 or False where none counts
-    place: Tensor | None = None  # (B, T) indices of the answer tokens, below M - 1; None: T of them from the first
+    states: Tensor  # (B, T, d) inputs of the drafter's `trained_logits`
+    weight: Tensor  # (B, T) weight in the loss; 0 or False is not counted
+    place: Tensor | None = None  # (B, T) indices of the answer tokens, below M - 1; None: the first T tokens
 
 
 Rollout = Sequence[Prediction]
 
 
 class TrainedDrafter(Protocol):
-    """A drafter with a network, as the trainer sees it. It is trained on batches of answers of its target."""
+    """A drafter with a trainable network, as the trainer sees it. It learns from batches of the target's answers."""
 
     traits: DrafterTraits
     head: nn.Module
     borrowed: tuple[nn.Module, ...]  # modules of the target, frozen in training
-    ids: Tensor | None  # the ids that its logits are of; None: all
+    ids: Tensor | None  # the ids of its reduced vocabulary; None: all
 
     def rollout(self, lesson: TrainingBatch, steps: int) -> Rollout:
-        """Its predictions along the answers, each step fed by the one before."""
+        """Predict along the answers, each step from the one before.
+
+        Args:
+            lesson: The recorded answers.
+            steps: Number of steps.
+        """
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Logits (..., V) of predicted states (..., d) after these answer tokens (...), by the trained weights."""
+        """Return logits (..., V) from predicted states (..., d) after answer tokens (...), by the trained weights."""
 
     def refresh(self) -> None:
-        """Called when the weights have changed."""
+        """Update cached values after the weights changed."""
 
     def save_pretrained(self, folder: Path, record: dict[str, Any]) -> None:
-        """Write its configuration, weights and provenance."""
+        """Write configuration, weights and provenance."""

@@ -1,14 +1,13 @@
-"""Attention of draft passes, registered with transformers under a name of our own.
+"""Attention of draft passes, registered with transformers under the name "visspec".
 
-A verification pass hands its tree to the attention layers as the keyword `visspec` of the forward pass, and switches
-the model's configurations to the name "visspec" meanwhile (`switched`). Without the keyword, and for whatever is more
-than a softmax over keys, the function registered here is transformers' own `sdpa`: another thread that runs the same
-model computes the same under either name. Models that drop the keyword attend by the 4-D mask that goes with it
-(`masks`).
+A verification pass hands its tree to the attention layers as the keyword `visspec` of the forward pass, and meanwhile
+switches the model's configurations to "visspec" (`switched`). Without the keyword, and for anything more than a softmax
+over keys, the registered function calls transformers' own `sdpa`, so another thread that runs the same model computes
+the same under either name. Models that drop the keyword use the 4-D mask that goes with it (`masks`).
 
-transformers repeats keys and values for every query head when a mask is given. Here the query heads that share a key
-head are rows of one matrix, and the mask has a row for each. Shapes: B rows, H query heads, K key heads, N nodes,
-S slots, E head size.
+transformers repeats keys and values for every query head if a mask is given. Here the query heads that share a key head
+are rows of one matrix, and the mask has a row for each. Shapes: B rows, H query heads, K key heads, N nodes, S slots,
+E head size.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from visspec.models.attention import ragged
 
 NAME = "visspec"  # in transformers' registries, and the keyword of the forward pass
 STOCK = "sdpa"
-FIELD = "_attn_implementation_internal"  # its property takes 15 microseconds to set, and sets the parts too
-LEAST = 4  # rows of a folded product
-# arguments by which attention is more than a softmax over keys; transformers' own function decides what becomes of them
+FIELD = "_attn_implementation_internal"  # setting the public property takes 15 microseconds and changes submodels too
+LEAST = 4  # minimum rows of a folded product
+# arguments that make attention more than a softmax over keys; transformers' own function handles these
 MORE = ("softcap", "s_aux", "position_bias", "cache")
 FUNCTIONS, MASKS = AttentionInterface(), AttentionMaskInterface()
 _lock = threading.Lock()
-_switched: dict[int, tuple[int, str]] = {}  # by id of a configuration: passes that run now, its own implementation
+_switched: dict[int, tuple[int, str]] = {}  # id of a configuration -> (running passes, original implementation)
 
 
 def draft_attention(
@@ -46,11 +45,11 @@ def draft_attention(
     visspec: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
-    """transformers' `sdpa`, or attention of a draft where `visspec` is given.
+    """Run transformers' `sdpa`, or attention over a draft if `visspec` is given.
 
     Args:
-        visspec: a mask (1|B, 1, G N, S) for the G heads of a group and N nodes, a dictionary of such masks by kind of
-            layer, or what replaces a mask (`ragged.DraftLayout`).
+        visspec: A mask (1|B, 1, G N, S) for the G heads of a group and N nodes, a dictionary of such masks by layer
+            type, or a mask replacement (`ragged.DraftLayout`).
     """
 
     def stock(mask: Tensor | None) -> tuple[Tensor, Any]:
@@ -70,14 +69,14 @@ def draft_attention(
 
 
 def draft_mask(*args: object, **kwargs: object) -> Tensor | None:
-    """transformers' own mask for `sdpa`; a verification pass brings a 4-D mask and does not ask."""
+    """Return transformers' own mask for `sdpa`. A verification pass has a 4-D mask and does not call this."""
     return MASKS[STOCK](*args, **kwargs)
 
 
 def folded_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    """Attention of (B, H, N, E) queries to (B, K, S, E) keys, mask (1|B, 1, H / K * N, S): (B, N, H, E).
+    """Attend from (B, H, N, E) queries to (B, K, S, E) keys with mask (1|B, 1, H / K * N, S): (B, N, H, E).
 
-    Fewer rows than `LEAST` to a key head are padded: a product of so few may sum in another order (`runner.widths`).
+    Fewer than `LEAST` rows per key head are padded: smaller products may sum in a different order (`runner.widths`).
     """
     rows, heads, nodes, size = query.shape
     query = query.reshape(rows, key.shape[1], -1, size)
@@ -93,17 +92,17 @@ AttentionMaskInterface.register(NAME, draft_mask)
 
 
 def implementation(config: object) -> str | None:
-    """A configuration's own attention implementation, also while another thread verifies with its model."""
+    """Return a configuration's original attention implementation, even while a pass has switched it."""
     name = getattr(config, "_attn_implementation", None)
     return STOCK if name == NAME else name
 
 
 def groups(decoder: nn.Module, probed: bool) -> int:
-    """Query heads per key head, the most of any layer; 1 where the attention of a decoder is known to take no keyword.
+    """Return the number of query heads per key head, the maximum over layers; 1 if attention ignores our keyword.
 
     Args:
-        probed: whether the decoder will be asked (`probe`). If not, it must be of a class that declares to transformers
-            that keywords reach its attention function.
+        probed: Whether `probe` will test that the keyword arrives. If not, the decoder's class must declare to
+            transformers that keywords reach its attention function.
     """
     if not probed and not getattr(decoder, "_supports_attention_backend", False):
         return 1
@@ -112,7 +111,7 @@ def groups(decoder: nn.Module, probed: bool) -> int:
 
 
 def configurations(decoder: nn.Module) -> list[Any]:
-    """The configurations that choose the attention of a decoder's layers."""
+    """Return the configurations that select the attention of a decoder's layers."""
     found = {id(config): config for module in decoder.modules() if (config := getattr(module, "config", None))}
     return [
         config
@@ -123,7 +122,7 @@ def configurations(decoder: nn.Module) -> list[Any]:
 
 @contextmanager
 def switched(configs: Iterable[Any]) -> Iterator[None]:
-    """A context in which configurations name our attention. Passes of several threads may overlap."""
+    """Context in which configurations select our attention. Passes of several threads may overlap."""
     with _lock:
         for config in configs:
             running, own = _switched.get(id(config), (0, vars(config)[FIELD]))

@@ -1,4 +1,4 @@
-"""Hooks on a shared model for the time of one pass: threads that call it meanwhile are not seen, nor disturbed."""
+"""Hooks on a shared model for the duration of one pass. Calls from other threads are ignored."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from torch.utils.hooks import RemovableHandle
 
-# Torch numbers hooks without a lock, so that two that are put up at once can be one; and while a model is asked
-# (`probe`), what other threads hang on it must neither vanish nor stay for good.
+# PyTorch numbers hooks without a lock, so two registered at once can get the same id. While a model is probed
+# (`probe`), hooks that other threads register must be neither removed nor kept for good.
 HOOKING = threading.RLock()
 
 
 class ModuleHooks:
-    """A context with hooks, put up in `_put_up`. While one is removed, another thread's pass may still call it, without
-    keyword arguments.
+    """Context with hooks, registered in `_put_up`. While one is removed, another thread's pass may still call it,
+    without keyword arguments.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class ModuleHooks:
 
     @property
     def calling(self) -> bool:
-        """Whether the present call is of the thread that opened the context."""
+        """Whether the current call comes from the thread that opened the context."""
         return threading.get_ident() == self.caller
 
     def _put_up(self) -> list[RemovableHandle]:
@@ -40,8 +40,8 @@ class ModuleHooks:
 
 
 class DecoderRecorder(ModuleHooks):
-    """Records inputs and outputs of a text decoder in a context: merged embeddings, positions, the last hidden state
-    after the final norm, and that before it, where the `last` layer is given. Calls in other threads are not recorded.
+    """Context that records inputs and outputs of a text decoder: merged embeddings, positions, the last hidden state
+    after the final norm and, if the `last` layer is given, before it. Calls from other threads are not recorded.
     """
 
     def __init__(self, decoder, last=None):

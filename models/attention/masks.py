@@ -1,6 +1,6 @@
 """Additive attention masks of draft passes, for any decoder that takes a 4-D mask.
 
-R cache rows, N nodes, S slots, G query heads per key head, M = G N rows of a mask: row g N + n is node n's
+Shapes: R cache rows, N nodes, S slots, G query heads per key head, M = G N mask rows: row g N + n belongs to node n
 (`draft_attention`).
 """
 
@@ -16,16 +16,16 @@ from visspec.models.attention.draft_attention import NAME
 from visspec.models.attention.ragged import MASK, Backend, DraftLayout
 from visspec.types import Tree
 
-STATEFUL = ("linear_attention", "conv")  # kinds of layers that attend to nothing: drafts have no padding
-HYBRID = "hybrid"  # attends, and keeps a state too
-AttentionInputs = dict[str, Any]  # keyword arguments of a forward pass that say what its nodes attend to
+STATEFUL = ("linear_attention", "conv")  # layer types without attention; they need no mask, as drafts have no padding
+HYBRID = "hybrid"  # layers with attention and a state
+AttentionInputs = dict[str, Any]  # keyword arguments of a forward pass that define what its nodes attend to
 MOST_KEPT = 1 << 24  # numbers in all shared masks together
 
 
 class Masks:
-    """Builds the mask of a pass; shared shapes come from a buffer. `window` 0 means full attention in every layer;
-    `mixed` models take a dictionary with a mask for each kind of layer. `groups` is G, 1 for models that attend by the
-    mask alone. `backend`: what replaces a mask (`ragged`).
+    """Builds the mask of a pass; masks shared by all rows come from a buffer. `window` 0 means full attention in every
+    layer; `mixed` models take a dictionary with a mask per layer type. `groups` is G, or 1 for models that attend with
+    the mask alone. `backend` can replace the mask (`ragged`).
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Masks:
         self._bias: dict[int, tuple[Tree, Tensor]] = {}
 
     def __call__(self, slots: SlotCache, tree: Tree, extent: int) -> AttentionInputs:
-        """The arguments of a pass over a draft. A tree per row has R rows; no mask: attention is plain causal."""
+        """Return the arguments of a pass over a draft. A tree per row has R rows; no mask means plain causal."""
         if self.window:
             return self.whole(tree.ancestor, tree.depth, slots.lengths, slots.padding, extent)
         single = (
@@ -55,7 +55,7 @@ class Masks:
     def whole(
         self, ancestor: Tensor, depth: Tensor, lengths: list[int] | Tensor, padding: Tensor | None, extent: int
     ) -> AttentionInputs:
-        """The same with nothing kept from other passes; lengths (R,) may be a tensor, which the host doesn't read."""
+        """Like a call, without cached masks; lengths (R,) may be a tensor, which is then not read on the host."""
         seen_RNS = visibility(ancestor, lengths, padding, extent)
         full = laid(self.additive(seen_RNS, self.groups), False)
         if not self.window:
@@ -70,38 +70,38 @@ class Masks:
         }
 
     def inputs(self, mask: Tensor) -> AttentionInputs:
-        """The arguments for a mask of M rows: that of the N nodes, and the whole for our attention."""
+        """Return the arguments for a mask of M rows: the part for N nodes, and all of it for our attention."""
         if self.groups == 1:
             return {"attention_mask": mask}
         return {"attention_mask": mask[:, :, : mask.shape[2] // self.groups], NAME: mask}
 
     def unmasked(self, layout: DraftLayout) -> AttentionInputs:
-        """The arguments without a mask: attention that does not take the layout fails at one without slots."""
+        """Return the arguments without a mask. The empty mask makes attention that ignores the layout fail."""
         nodes = layout.ancestor.shape[2]
         empty = torch.empty(1, 1, nodes, 0, dtype=self.dtype, device=layout.ancestor.device)
         return {"attention_mask": empty, NAME: layout}
 
     def additive(self, seen_RNS: Tensor, groups: int = 1) -> Tensor:
-        """0 where a node attends, the minimum elsewhere: (R, 1, M, S)."""
+        """Return 0 where a node attends and the dtype's minimum elsewhere: (R, 1, M, S)."""
         bias = additive(seen_RNS, self.dtype)[:, None]
         return bias if groups == 1 else bias.repeat(1, 1, groups, 1)
 
     def _shared_mask(self, tree: Tree, length: int) -> Tensor:
-        """The mask if all rows are equal: a view into a buffer of [zeros | tree], not built per round."""
+        """Return the mask if all rows are equal: a view into a buffer of [zeros | tree], not built every round."""
         known = self._bias.get(id(tree))
         if known is not None and known[0] is tree and known[1].shape[-1] - tree.size >= length:
             buffer = known[1]
         else:
             own = self.additive(tree.ancestor, self.groups)
             buffer = torch.cat([own.new_zeros(*own.shape[:3], length + length // 4 + GROW), own], dim=-1)
-            kept = list(self._bias.values())  # other threads add to it
+            kept = list(self._bias.values())  # copied, as other threads may add to it
             if sum(other.numel() for _, other in kept) + buffer.numel() > MOST_KEPT:
                 self._bias.clear()
             self._bias[id(tree)] = (tree, buffer)
         return buffer[..., buffer.shape[-1] - tree.size - length :]
 
     def _ragged_mask(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor:
-        """The mask if rows differ. It is kept with the request: a round writes the slots behind each row's prefix."""
+        """Return the mask if rows differ. It is kept with the request and updated after each row's prefix only."""
         kept = slots.mask
         if not isinstance(kept, IncrementalMask) or not kept.fits(slots, tree, self.groups, extent):
             room = extent + extent // 4 + GROW
@@ -113,9 +113,9 @@ class Masks:
 
 
 class IncrementalMask:
-    """The mask of rows of different length through the rounds of a request: bias (R, 1, M, S).
+    """A mask for rows of different lengths that is updated through the rounds of a request: bias (R, 1, M, S).
 
-    Every row of the bias has the same prefix, so that a pass with fewer nodes uses the first ones.
+    All M rows of a cache row share its prefix, so that a pass with fewer nodes uses the first ones.
     """
 
     def __init__(self, bias: Tensor, lengths: list[int], nodes: int):
@@ -134,22 +134,22 @@ class IncrementalMask:
         )
 
     def move(self, lengths: list[int], own: Tensor) -> None:
-        """Rows have committed nodes of the last pass; `own` (1|R, 1, N, N) is the next one's tree."""
+        """Update the mask after rows have committed nodes; `own` (1|R, 1, N, N) is the next pass's tree."""
         device, (rows, _, most, _), size = self.bias.device, self.bias.shape, own.shape[-1]
         lowest = torch.finfo(own.dtype).min
-        told_RX = to_device([[old, self.nodes + old - new] for new, old in zip(lengths, self.lengths)], device)
+        start_RX = to_device([[old, self.nodes + old - new] for new, old in zip(lengths, self.lengths)], device)
         ahead = torch.arange(self.nodes + size, device=device)
         around = torch.nn.functional.pad(own[:, 0], (self.nodes, 0))
         around = torch.nn.functional.pad(around, (0, self.nodes), value=lowest).expand(rows, -1, -1)
-        values_RNW = around.gather(2, (told_RX[:, 1:] + ahead)[:, None].expand(-1, size, -1))
+        values_RNW = around.gather(2, (start_RX[:, 1:] + ahead)[:, None].expand(-1, size, -1))
         values_RMW = values_RNW.repeat(1, -(-most // size), 1)[:, :most]
-        self.bias[:, 0].scatter_(2, (told_RX[:, :1] + ahead)[:, None].expand(-1, most, -1), values_RMW)
+        self.bias[:, 0].scatter_(2, (start_RX[:, :1] + ahead)[:, None].expand(-1, most, -1), values_RMW)
         self.lengths, self.nodes = lengths, size
 
 
 def laid(bias: Tensor, steady: bool) -> Tensor:
-    """The mask as attention reads it. steady: a copy whose strides follow from its shape in one way, so that a graph
-    made for one mask fits all.
+    """Lay out a mask for attention. steady: copy it so that strides depend on the shape alone, which lets one graph
+    serve all masks.
     """
     if not bias.is_cuda:
         return contiguous_copy(bias) if steady else bias
@@ -158,8 +158,8 @@ def laid(bias: Tensor, steady: bool) -> Tensor:
 
 
 def align_mask(bias: Tensor, spare: bool = False) -> Tensor:
-    """The mask at an aligned address, because SDPA selects wide loads by strides only. spare: in rows that are always
-    longer than what is seen of them.
+    """Copy the mask to aligned rows, because SDPA selects wide loads by strides only. spare: always make the allocated
+    rows longer than the visible part.
     """
     seen = bias.shape[-1]
     width = (seen // 8 + 1) * 8 if spare else -(-seen // 8) * 8
@@ -168,7 +168,7 @@ def align_mask(bias: Tensor, spare: bool = False) -> Tensor:
 
 
 def nearby(depth: Tensor, lengths: list[int] | Tensor, extent: int, window: int) -> Tensor:
-    """Sliding windows, (R, N, extent) bool: a node attends to the last `window` tokens on its path."""
+    """Return sliding windows, (R, N, extent) bool: a node attends to the last `window` tokens on its path."""
     length_R = to_device(lengths, depth.device)
     rows, size = len(lengths), depth.shape[-1]
     depth_RN = depth.expand(rows, size)

@@ -1,9 +1,9 @@
-"""Attention of draft passes without a mask over stored keys: layers are told lengths and the tree instead.
+"""Attention of draft passes without a mask over stored keys: layers get lengths and the tree instead.
 
-A pass hands a `DraftLayout` to the layers (`draft_attention`), small enough to be made anew at every pass, and
-`kernels.tree_attention` reads keys and values from the stores by slot: neither repeated for the heads that share them,
-nor copied. Nothing else depends on a pass, so that a recorded one can be replayed.
-B rows, H query heads, K key heads, N nodes, S slots, E head size.
+A pass hands a `DraftLayout` to the layers (`draft_attention`), small enough to be rebuilt for every pass.
+`kernels.tree_attention` reads keys and values from the stores by slot, without repeating them for heads that share them
+and without copies. Nothing else depends on the pass, so a CUDA graph of it can be replayed.
+Shapes: B rows, H query heads, K key heads, N nodes, S slots, E head size.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from visspec.types import Tree
 
 MASK, TREE = "mask", "tree"
 WORDS = {MASK: "a mask over stored keys", TREE: "tree_attention, no mask"}
-_starts: WeakIdKeyDictionary = WeakIdKeyDictionary()  # of `SlotCache.padding`
+_starts: WeakIdKeyDictionary = WeakIdKeyDictionary()  # `SlotCache.padding` -> first slots
 
 
 class DraftLayout(NamedTuple):
-    """Where the nodes of a draft are among the stored keys, and what they see of each other."""
+    """Positions of a draft's nodes among the stored keys, and which nodes see each other."""
 
     length_B: Tensor  # committed slots of each row
-    start_B: Tensor  # first slot of each row that is no padding
+    start_B: Tensor  # first slot of each row that is not padding
     ancestor: Tensor  # (1|B, N, N) bool
     backend: Backend
 
@@ -39,7 +39,7 @@ class DraftLayout(NamedTuple):
 class Backend:
     """How the draft passes of one target tell attention what a node sees; `name` is MASK or TREE.
 
-    A failure makes it MASK for good, which a warning says: of the pass that fails too, the tokens are the same.
+    The first failure switches to MASK for good and warns; the failing pass is repeated, so tokens do not change.
     """
 
     def __init__(self, name: str = MASK, why: str = ""):
@@ -51,25 +51,25 @@ class Backend:
     def refuse(self, why: str) -> None:
         if self.name != MASK:
             self.name, self.why = MASK, why
-            warnings.warn(f"attention: got {why}, expected none; draft passes take a mask", RuntimeWarning, 2)
+            warnings.warn(f"attention: draft passes use a mask because of {why}", RuntimeWarning, 2)
 
     def __call__(self, slots: SlotCache, tree: Tree) -> DraftLayout | None:
-        """What the layers of a pass are given in place of a mask, after `slots.open`; None where they need a mask:
-        padding inside prompts, and compiled passes.
+        """Return the layout that replaces a mask, after `slots.open`; None if a mask is needed: for padding inside
+        prompts, and in compiled passes.
         """
         if slots.steady or (start_B := self.first_slots(slots)) is None:
             return None
-        told = to_device([slots.lengths, start_B], tree.ancestor.device, torch.int32)
-        return DraftLayout(told[0], told[1], tree.ancestor, self)
+        bounds = to_device([slots.lengths, start_B], tree.ancestor.device, torch.int32)
+        return DraftLayout(bounds[0], bounds[1], tree.ancestor, self)
 
     def first_slots(self, slots: SlotCache) -> list[int] | None:
-        """Each row's first slot that attention sees; None where it needs a mask."""
+        """Return each row's first visible slot; None if a mask is needed."""
         return None if self.name == MASK else starts(slots)
 
 
 def starts(slots: SlotCache) -> list[int] | None:
-    """Each row's first slot that is no padding; None where there is padding behind it. It waits for the device once
-    for each set of padded rows.
+    """Return each row's first slot that is not padding; None if there is padding after it. It synchronizes with the
+    device once per set of padded rows.
     """
     padding = slots.padding
     if padding is None:
@@ -89,15 +89,15 @@ def attend(
     plain: bool,
     scaling: float | None,
 ) -> tuple[Tensor, Any]:
-    """Attention of (B, H, N, E) queries to (B, K, S, E) keys: (B, N, H, E). plain: it is a softmax over keys and no
-    more. stock(mask): transformers' own function, which takes over where it isn't, and where ours fails.
+    """Attend from (B, H, N, E) queries to (B, K, S, E) keys: (B, N, H, E). plain: attention is only a softmax over
+    keys. stock(mask): transformers' own function, used otherwise, and if ours fails.
     """
     why = "attention that is more than a softmax over keys"
     if plain:
         try:
             return by_tree(query, key, value, layout, scaling), None
         except (MemoryError, torch.OutOfMemoryError):
-            raise  # says nothing of the machine
+            raise  # unrelated to support for the kernel
         except Exception as error:
             why = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     layout.backend.refuse(why)
@@ -105,21 +105,21 @@ def attend(
 
 
 def by_tree(query: Tensor, key: Tensor, value: Tensor, layout: DraftLayout, scaling: float | None) -> Tensor:
-    """Any tree by our own kernel."""
-    told = layout.length_B, None, layout.ancestor, layout.start_B
-    attended = kernels.tree_attention(query, key, value, *told, scaling)
+    """Attend over any tree with our own kernel."""
+    arguments = layout.length_B, None, layout.ancestor, layout.start_B
+    attended = kernels.tree_attention(query, key, value, *arguments, scaling)
     return attended.transpose(1, 2).contiguous()
 
 
 def visibility_mask(layout: DraftLayout, extent: int) -> Tensor:
-    """The mask that says the same: (B, 1, N, S) bool."""
+    """Return the mask equivalent to a layout, (B, 1, N, S) bool."""
     slot = torch.arange(extent, device=layout.ancestor.device)
     seen_BNS = visibility(layout.ancestor, layout.length_B, None, extent)
     return (seen_BNS & (slot >= layout.start_B[:, None])[:, None])[:, None]
 
 
 def of_device(device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
-    """(the backend of a device for weights of a dtype, why it is the mask)."""
+    """Return the backend for a device and weights of a dtype, and why it is the mask, if so."""
     if device.type != "cuda":
         return MASK, "no CUDA device"
     if dtype not in (torch.float16, torch.bfloat16):
@@ -137,8 +137,8 @@ def choose(
     device: torch.device,
     wanted: str | None = None,
 ) -> Backend:
-    """The backend of a decoder: that of the device, or `wanted`, where all its layers attend to all keys by a function
-    of the registry. text: its configuration, attention: the name of the function.
+    """Choose the backend of a decoder: `wanted`, or else the device's, provided that all layers attend to all keys with
+    a registered attention function. text: its configuration, attention: the function's name.
     """
     name, why = of_device(device, dtype) if wanted is None else (wanted, "")
     if name not in WORDS:
@@ -151,5 +151,5 @@ def choose(
     if kinds or (getattr(text, "sliding_window", None) and getattr(text, "use_sliding_window", True)):
         return Backend(MASK, why="layers that do not attend to all keys")
     if not getattr(decoder, "_supports_attention_backend", False):
-        return Backend(MASK, why="attention of the model's own")
+        return Backend(MASK, why="the model's own attention")
     return Backend(name)

@@ -1,8 +1,8 @@
 """Rotary frequencies that depend on how far a pass reaches: each node of a draft gets those of its own step.
 
-RoPE of the kinds `dynamic` and `longrope` picks its frequencies by the largest position of a pass, and `dynamic`
-remembers the longest pass of whoever used the module last. Step by step, transformers' generate gives token t of every
-row the frequencies of t steps behind the longest prompt; a hook does so for each node, with copies of the module.
+RoPE of the kinds `dynamic` and `longrope` chooses its frequencies by the largest position of a pass, and `dynamic`
+remembers the longest pass of any caller. transformers' generate, step by step, gives token t of every row the
+frequencies of t steps after the longest prompt; a hook does so for each node, with copies of the module.
 *Reach* is the number of positions up to the largest one of a pass. Shapes: B rows, N nodes, E rotated size.
 """
 
@@ -18,20 +18,20 @@ from visspec.models.attention.hooks import ModuleHooks
 
 
 def modules(model: nn.Module) -> list[nn.Module]:
-    """The rotary modules of a model whose frequencies depend on the reach."""
+    """Return the rotary modules of a model whose frequencies depend on the reach."""
 
     def depends(kind: object) -> bool:
-        kinds = kind.values() if isinstance(kind, dict) else [kind]  # some models have a kind for each type of layer
+        kinds = kind.values() if isinstance(kind, dict) else [kind]  # some models have one kind per layer type
         return any(isinstance(k, str) and ("dynamic" in k or k == "longrope") for k in kinds)
 
     return [module for module in model.modules() if depends(getattr(module, "rope_type", None))]
 
 
 class SteppedRope(ModuleHooks):
-    """While open, the modules give calls of this thread the frequencies of the given reaches.
+    """Context in which the modules give this thread's calls the frequencies of the given reaches.
 
-    reach_BN: of each node; None in a prefill, which has the reach of its longest row. `moves` then says whether the
-    frequencies of a request of up to `new` more tokens change.
+    reach_BN: reach of each node; None in a prefill, which has the reach of its longest row. `moves` then tells whether
+    the frequencies change within up to `new` more tokens.
     """
 
     def __init__(self, modules: list[nn.Module], reach_BN: Tensor | None = None, new: int = 0):
@@ -67,17 +67,17 @@ class SteppedRope(ModuleHooks):
 
 
 def _reaching(given: dict, reach: int) -> list[Tensor]:
-    """What a freshly loaded module gives at the positions of a call, (..., N, E) each, in a pass of this reach."""
+    """Return what a freshly loaded module gives at the positions of a call, (..., N, E) each, for this reach."""
     module, positions = given["self"], given["position_ids"]
     fresh = copy.copy(module)
-    buffers = module._buffers.items()  # None stands for one that a module has only sometimes
+    buffers = module._buffers.items()  # optional buffers may be None
     fresh._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in buffers}
     last = torch.full_like(positions[..., :1], reach - 1)
-    for asked in (0 * last, torch.cat([positions.clamp(max=reach - 1), last], dim=-1)):  # a short pass: it forgets
+    for asked in (0 * last, torch.cat([positions.clamp(max=reach - 1), last], dim=-1)):  # the short call resets it
         output = type(module).forward(**given | {"self": fresh, "position_ids": asked})
     return [part[..., :-1, :] for part in _parts(output)]
 
 
 def _parts(output: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
-    """Cosines and sines (..., N, E), or one complex tensor of both."""
+    """Return cosines and sines (..., N, E), or one complex tensor of both, as a list."""
     return list(output) if isinstance(output, tuple) else [output]

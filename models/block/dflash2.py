@@ -1,8 +1,8 @@
 """DFlash 2 (vLLM's pull request 52816; speculators 0.9.0, `dflash2`): DFlash's network with short causal convolutions
 around each sublayer. Its head is `sequential.CandidateSelector`.
 
-Tensors are those of z-lab's and speculators' files: `layers.N.attention_conv.base_kernel` (2, T, d), its
-`kernel_projection.weight` (2 T G, d) by side, tap and group, and the same of `mlp_conv`.
+Tensor names are those of z-lab's and speculators' files: `layers.N.attention_conv.base_kernel` (2, T, d), its
+`kernel_projection.weight` (2 T G, d) by side, tap and group, and likewise for `mlp_conv`.
 
 Shapes: B rows, A blocks, M = B A, K places of a block, N = A K, T taps, S = 2 T, G groups of E channels, d hidden size.
 """
@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantDecoderLayer
 
-CONVOLUTIONS = {"conv_kernel_size": 2, "conv_group_size": 16}  # as published
+CONVOLUTIONS = {"conv_kernel_size": 2, "conv_group_size": 16}  # published values
 
 
 def with_convolutions(
     config: MuseGlimmerAssistantConfig, taps: int | None, group: int | None
 ) -> MuseGlimmerAssistantConfig:
-    """The configuration of a DFlash network made one of DFlash 2. Raises ValueError for sizes that don't fit it."""
+    """Turn a DFlash configuration into one of DFlash 2. Raises ValueError for sizes that do not fit it."""
     for name, value in zip(CONVOLUTIONS, (taps, group)):
         setattr(config, name, value)
     if config.hidden_size % config.conv_group_size:
@@ -31,9 +31,9 @@ def with_convolutions(
 
 
 class GroupedConv(nn.Module):
-    """Two causal convolutions over the places of each block, in front of a sublayer and behind it. A kernel is a fixed
-    part for each channel and one for each group of channels that depends on the place: out[i, c] is the sum over taps t
-    of (base[t, c] + delta[i, t, g(c)]) x[i - t, c]. Both deltas are read off the sublayer's normed input.
+    """Two causal convolutions over the places of each block, before and after a sublayer. A kernel sums a fixed
+    part per channel and a position-dependent part per group of channels: out[i, c] is the sum over taps t of
+    (base[t, c] + delta[i, t, g(c)]) x[i - t, c]. Both deltas are computed from the sublayer's normed input.
     """
 
     def __init__(self, config: MuseGlimmerAssistantConfig):
@@ -44,7 +44,7 @@ class GroupedConv(nn.Module):
         self.kernel_projection = nn.Linear(size, 2 * taps * self.groups, bias=False)
 
     def forward(self, x_BNd: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """(the sublayer's input, what to do with its output)."""
+        """Return the sublayer's input, and a function to apply to its output."""
         x_MKd = x_BNd.unflatten(1, (x_BNd.shape[1] // self.block, self.block)).flatten(0, 1)
         first, second = kernels(self.kernel_projection(x_MKd), self.base_SGE())
         return convolved(x_MKd, first).view_as(x_BNd), lambda y: convolved(y.reshape(x_MKd.shape), second).view_as(y)
@@ -54,13 +54,13 @@ class GroupedConv(nn.Module):
 
 
 def kernels(delta_MKD: Tensor, base_SGE: Tensor) -> tuple[Tensor, ...]:
-    """Kernels (T, M, K, d) in front of a sublayer and behind it. delta: what depends on the place, D = S G."""
+    """Return kernels (T, M, K, d) for before and after a sublayer. delta: the position-dependent part, D = S G."""
     delta_SMKG = delta_MKD.unflatten(-1, base_SGE.shape[:2]).permute(2, 0, 1, 3)
     return (delta_SMKG[..., None] + base_SGE[:, None, None]).flatten(-2).chunk(2)
 
 
 def convolved(x_MKd: Tensor, kernel_TMKd: Tensor, onto_MKd: Tensor | None = None) -> Tensor:
-    """A block's convolution, (M, K, d), added onto something."""
+    """Convolve blocks (M, K, d), optionally added to `onto_MKd`."""
     out = x_MKd * kernel_TMKd[0] if onto_MKd is None else torch.addcmul(onto_MKd, x_MKd, kernel_TMKd[0])
     for tap in range(1, len(kernel_TMKd)):
         out[:, tap:].addcmul_(x_MKd[:, :-tap], kernel_TMKd[tap, :, tap:])
@@ -82,7 +82,7 @@ class Layer(MuseGlimmerAssistantDecoderLayer):
 
 
 class DFlash2Model(MuseGlimmerAssistantModel):
-    """DFlash's network with the configuration of `with_convolutions`. New ones are DFlash: each place as it is."""
+    """DFlash's network with the configuration of `with_convolutions`. Initially the convolutions change nothing."""
 
     def __init__(self, config: MuseGlimmerAssistantConfig):
         super().__init__(config)

@@ -1,10 +1,10 @@
 """Masked diffusion language models as block drafters (DEER, arXiv 2512.15176; DiffuSpec, arXiv 2510.02358).
 
-Such a model is a network of ids, masks among them, to logits at all places. It has the target's tokenizer and knows
-nothing else of the target: each pass reads the text so far, without what stands for pictures, and masks behind it. One
-pass denoises the whole block (DEER). With `steps` above 1, the first places are filled and the others denoised again.
-Places are filled from left to right, and not the surest ones first, as these models generate by themselves: so the
-distribution of a place follows from the tokens before it alone, which rejection sampling needs.
+Such a model maps ids, some of them masks, to logits at all places. It has the target's tokenizer and sees nothing else
+of the target: each pass reads the text so far, without image placeholders, followed by masks. One pass denoises the
+whole block (DEER). With `steps` above 1, the first places are filled and the others denoised again. Places are filled
+from left to right, not by confidence as these models usually generate, so that the distribution of a place depends
+only on the tokens before it, as rejection sampling requires.
 
 Shapes: B rows, L text, N drafted tokens, K masks, V vocabulary.
 """
@@ -27,20 +27,19 @@ from visspec.types import MAX_NODES, Draft, DrafterTraits, Scores, State
 
 
 def denoises(network: nn.Module) -> bool:
-    """Whether a loaded model predicts masked tokens: by its class, or the mask that its configuration names."""
+    """Whether a loaded model predicts masked tokens, judged by its class or a mask id in its configuration."""
     named = getattr(getattr(network, "config", None), "mask_token_id", None)
     return type(network).__name__.endswith("ForMaskedLM") or named is not None
 
 
 class DiffusionModel(StructuredDrafter):
-    """Drafts from `network`, a loaded model of masked tokens with the tokenizer of `model`.
+    """Drafts from `network`, a loaded masked language model with the tokenizer of `model`.
 
-    mask: the id of a place to be predicted, default that of the network's configuration. block: most masks of a pass.
-    steps: passes of a whole block, each of which fills an equal part of it. reads: most tokens of a text that are read,
-    its first and the last ones. shifted: the logits of a place stand at the one before it, as in models made of
+    mask: the mask id, by default from the network's configuration. block: maximum number of masks per pass. steps:
+    passes per block, each of which fills an equal part of it. reads: how many tokens of a text are read at most, its
+    first one and the last ones. shifted: the logits of a place are at the place before it, as in models derived from
     autoregressive ones (Dream). width > 1: trees of at most `nodes` nodes over the distributions of one pass instead of
-    chains; `shaped` sets others. Raises ValueError where the vocabularies differ by more than padding, or a value is
-    none.
+    chains; `shaped` changes this. Raises ValueError if the vocabularies differ by more than padding, or for bad values.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class DiffusionModel(StructuredDrafter):
         theirs, config = describe(model), getattr(network, "config", None)
         mask = getattr(config, "mask_token_id", None) if mask is None else mask
         if mask is None:
-            raise ValueError("mask: got None, expected the id that stands for a token to be predicted")
+            raise ValueError("mask: got None, expected the id of the network's mask token")
         self.network, self.vocab, self.mask = network, theirs.vocab, mask
         self.known, read = self._vocabularies(network)
         check_whole("mask", mask, 0, read - 1)
@@ -85,11 +84,11 @@ class DiffusionModel(StructuredDrafter):
 
     @property
     def each(self) -> int:
-        """Places that a pass fills."""
+        """Number of places that a pass fills."""
         return -(-self.block // self.steps)
 
     def _vocabularies(self, network: Any) -> tuple[int, int]:
-        """(ids that the network has logits of, ids that it reads)."""
+        """Return the number of ids with logits, and the number of ids that the network reads."""
         return vocabulary(network), network.get_input_embeddings().weight.shape[0]
 
     def _grow(self, tree: str) -> None:
@@ -101,7 +100,7 @@ class DiffusionModel(StructuredDrafter):
         state.memory = _Prompts(self.words(state.request.prompt, scores.aux.get("attention")))
 
     def words(self, prompt_BL: Tensor, attention_BL: Tensor | None) -> list[list[int]]:
-        """Each row's ids without padding and without what stands for pictures."""
+        """Return each row's ids without padding and image placeholders."""
         real = [[1] * prompt_BL.shape[1]] * len(prompt_BL) if attention_BL is None else attention_BL.tolist()
         return [
             [i for i, there in zip(ids, row) if there and i not in self.content]
@@ -124,11 +123,11 @@ class DiffusionModel(StructuredDrafter):
         return chain.finish()
 
     def denoised(self, texts: list[list[int]], filled_BN: Tensor | None, masks: int) -> Tensor:
-        """Logits (B, K, v) of masks behind texts and the tokens that follow them, of the network's own v ids."""
+        """Return logits (B, K, v) of masks after texts and the tokens that follow them, over the network's v ids."""
         return self._read(*self.masked(texts, filled_BN, masks))
 
     def masked(self, texts: list[list[int]], filled_BN: Tensor | None, masks: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The ids of such a pass (B, L), which of them are there (B, L), and the places that it predicts (B, K)."""
+        """Return a pass's ids (B, L), the mask of real ids (B, L), and the places to predict (B, K)."""
         device, filled = next(self.network.parameters()).device, 0 if filled_BN is None else filled_BN.shape[1]
         longest = max(map(len, texts))
         blank = [self.mask] * (filled + masks)
@@ -142,7 +141,7 @@ class DiffusionModel(StructuredDrafter):
         return ids_BL, real_BL, at_BK
 
     def _read(self, ids_BL: Tensor, real_BL: Tensor, at_BK: Tensor) -> Tensor:
-        """Logits (B, K, v) at these places of a pass."""
+        """Return logits (B, K, v) at these places of a pass."""
         more: dict[str, Any] = {}
         if self.placed:
             more["position_ids"] = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand_as(ids_BL)
@@ -150,7 +149,7 @@ class DiffusionModel(StructuredDrafter):
         return logits_BLV[torch.arange(len(ids_BL), device=ids_BL.device)[:, None], at_BK]
 
     def _mask_undraftable(self, logits_BKV: Tensor) -> Tensor:
-        """Logits of the target's ids (B, K, V): none for those that it never drafts, that the network does not know,
+        """Return logits over the target's ids (B, K, V), -inf for ids that are never drafted or unknown to the network,
         and for the mask.
         """
         known = min(self.known, self.vocab)
@@ -165,7 +164,7 @@ class DiffusionModel(StructuredDrafter):
 
 
 class _Prompts:
-    """The prompts of a request's rows, in words."""
+    """The prompts of a request's rows, without padding and image placeholders."""
 
     def __init__(self, prompts: list[list[int]]):
         self.prompts = prompts

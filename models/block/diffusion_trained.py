@@ -1,5 +1,5 @@
-"""Diffusion language models of our own training as block drafters, for any target (DEER, arXiv 2512.15176, which starts
-from a pretrained one): transformers' ModernBERT with full attention, between the target's embedding and its head.
+"""Our own diffusion language models as block drafters, trained for any target (DEER, arXiv 2512.15176, starts from a
+pretrained one): transformers' ModernBERT with full attention, between the target's embedding and its LM head.
 
 Shapes: B rows, L places, K masks, T distributions of an answer, d hidden size, V vocabulary.
 """
@@ -27,8 +27,8 @@ from visspec.types import MAX_NODES, Prediction, TrainingBatch
 
 @dataclass(frozen=True)
 class DiffusionConfig(checkpoint.DrafterConfig):
-    """Configuration of the network and of its target. mask: the id of places to be predicted, whose vector is the
-    network's own. block: most places of a pass.
+    """Configuration of the network and of its target. mask: the id at places to predict, which gets the network's own
+    vector. block: maximum number of places per pass.
     """
 
     layers: int
@@ -52,7 +52,7 @@ class DiffusionConfig(checkpoint.DrafterConfig):
         return self.block
 
     def modern_bert(self) -> ModernBertConfig:
-        """transformers' configuration of the network."""
+        """Return transformers' configuration of the network."""
         turns = {"rope_type": "default", "rope_theta": self.rope_theta}
         return ModernBertConfig(
             vocab_size=1,
@@ -72,7 +72,7 @@ class DiffusionConfig(checkpoint.DrafterConfig):
 
 
 class DiffusionLMLayers(nn.Module):
-    """Trainable weights of a diffusion language model: its layers, and the vector of a mask."""
+    """Trainable weights of a diffusion language model: its layers and the mask's vector."""
 
     kind: ClassVar[str] = "diffusion_lm"  # identifies its checkpoints
     config_class: ClassVar[type[DiffusionConfig]] = DiffusionConfig
@@ -83,15 +83,15 @@ class DiffusionLMLayers(nn.Module):
         self.model = ModernBertModel(config.modern_bert())
 
     def forward(self, embeds_BLd: Tensor, masked_BL: Tensor, real_BL: Tensor) -> Tensor:
-        """Hidden states (B, L, d) of places with these embeddings, or with a mask."""
+        """Return hidden states (B, L, d) of places with these embeddings, or the mask's vector where masked."""
         mask_d = self.model.get_input_embeddings().weight[0]
         embeds_BLd = torch.where(masked_BL[..., None], mask_d, embeds_BLd.to(mask_d))
         return self.model(inputs_embeds=embeds_BLd, attention_mask=real_BL.long()).last_hidden_state
 
 
 class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionModel):
-    """A drafter around `DiffusionLMLayers`, for one loaded target, whose embedding and head it uses. Options as of
-    `DiffusionModel`. Raises ValueError if the network was made for another target.
+    """A drafter around `DiffusionLMLayers`, for one loaded target whose embedding and head it uses. Options are those
+    of `DiffusionModel`. Raises ValueError if the network was made for another target.
     """
 
     head_class = DiffusionLMLayers
@@ -122,7 +122,7 @@ class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionMode
 
     @classmethod
     def defaults(cls, target: PreTrainedModel, options: dict[str, Any]) -> dict[str, Any]:
-        """The mask is the id of a picture's slots, which the text does not have, or of padding."""
+        """Return default sizes. The mask is an id that never occurs in text: an image placeholder, or padding."""
         text = target.config.get_text_config()
         return {
             "layers": 4,
@@ -133,7 +133,7 @@ class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionMode
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over the network's current weights for drafting, in the target's dtype; call it after they change."""
+        """Use the network's current weights for drafting, in the target's dtype; call it after they change."""
         self.head.eval()
         self.run = self.network = self.head_in(self.embed.weight.dtype)
 
@@ -141,7 +141,7 @@ class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionMode
         return self.config.vocab, self.config.vocab
 
     def _states(self, network: nn.Module, ids_BL: Tensor, real_BL: Tensor, at_BK: Tensor) -> Tensor:
-        """Hidden states (B, K, d) at these places of a pass."""
+        """Return hidden states (B, K, d) at these places of a pass."""
         embeds_BLd = torch.nn.functional.embedding(ids_BL, self.embed.weight)
         hidden_BLd = network(embeds_BLd, ids_BL == self.mask, real_BL)
         return hidden_BLd[torch.arange(len(ids_BL), device=ids_BL.device)[:, None], at_BK]
@@ -151,15 +151,15 @@ class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionMode
         return self.trained_logits(states_BKd, at_BK)
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states (..., d)."""
+        """Return logits (..., V) of hidden states (..., d)."""
         return self.lm_head(states.to(self.lm_head.weight.dtype))[..., : self.known]
 
     def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
-        """`steps` passes for training (`visspec.train.capture.TrainingBatch`), each over one block of each answer: up
-        to `block` masks behind a random token of it (DEER's continuation of a prefix).
+        """Run `steps` training passes (`visspec.train.capture.TrainingBatch`), each over one block of each answer: up
+        to `block` masks after a random token of it (DEER's prefix continuation).
 
-        Returns for each hidden states (B, K, d), the weight of each element (B, K): `DECAY` to the power of its place
-        in the block, 0 where none counts; and the elements.
+        Returns, for each pass, hidden states (B, K, d); the weight of each element (B, K), `DECAY` to the power of its
+        place in the block, or 0 if it does not count; and the elements' indices.
         """
         start, total, device = lesson.prompt_length, lesson.best.shape[1], lesson.ids.device
         prompts = self.words(lesson.host_ids[:, :start], lesson.host_attention)

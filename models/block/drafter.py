@@ -1,8 +1,8 @@
 """Block drafters that transformers loads as plain models (DFlash, arXiv 2602.06036), such as `muse_glimmer_assistant`.
 
 One pass of the drafter denoises a whole block: the pending token and mask tokens, which see one another and the
-target's hidden states of everything accepted before. transformers drives such a model at batch size 1; here its keys
-and values of a request are slots, so that rows may be ragged.
+target's hidden states of everything accepted before. transformers runs such a model at batch size 1; here a request's
+keys and values are in slots, so that rows may be ragged.
 
 Shapes: B rows, C context elements of a pass, K block, S slots, F features, V vocabulary.
 """
@@ -35,13 +35,14 @@ from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, Stat
 
 @dataclass(frozen=True)
 class DFlashVariant:
-    """What the published forms of DFlash do differently. The defaults are transformers' own.
+    """Differences between the published forms of DFlash. The defaults are transformers' own.
 
-    anchor: the pending token's place predicts too (`sample_from_anchor`). causal: windows hide later places of the
-    block. reach: how far behind a place sees through a window, default the window; from_anchor: counted from the
-    pending token, in the context alone. index: positions are numbers of slots, also for targets with M-RoPE. head, ids:
-    of the drafter's own vocabulary; embed: its own embeddings. scale: of embeddings; multiplier, softcap: of logits;
-    raw: embeddings as stored. sequential: a head that makes a place's law depend on the tokens before it.
+    anchor: the pending token's place also predicts (`sample_from_anchor`). causal: windows hide later places of the
+    block. reach: how far back a place sees through a window, by default the window; from_anchor: the reach is counted
+    from the pending token and only limits the context. index: positions are slot numbers, also for targets with M-RoPE.
+    head, ids: LM head and ids of the drafter's own vocabulary; embed: its own embeddings. scale: factor on embeddings;
+    multiplier, softcap: applied to logits; raw: use the embedding weights without the module's scaling. sequential: a
+    head that makes a place's distribution depend on the tokens before it.
     """
 
     anchor: bool = False
@@ -59,18 +60,18 @@ class DFlashVariant:
     sequential: Sequential | None = None
 
 
-UNMASKED: dict[str, Tensor | None] = dict.fromkeys(("full_attention", "sliding_attention"))  # nothing is hidden
-NEEDED = ("block_size", "mask_token_id", "target_layer_ids")  # of the configuration
+UNMASKED: dict[str, Tensor | None] = dict.fromkeys(("full_attention", "sliding_attention"))  # everything is visible
+NEEDED = ("block_size", "mask_token_id", "target_layer_ids")  # configuration entries of a block drafter
 
 
 class BlockModel(StructuredDrafter):
     """Drafts from `assistant`, a loaded block drafter made for `model`. width > 1: trees of at most `nodes` nodes over
-    the block's distributions instead of chains; `shaped` sets others. form: of a published checkpoint. Raises
-    ValueError where it does not fit the target.
+    the block's distributions instead of chains; `shaped` changes this. form: variant of a published checkpoint. Raises
+    ValueError if the drafter does not fit the target.
     """
 
     saved_as = "network"
-    confidence = 0.0  # product of expected acceptance rates below which a chain ends; 0 is off
+    confidence = 0.0  # a chain ends where the product of predicted acceptance rates is lower; 0 disables it
 
     def __init__(
         self,
@@ -111,19 +112,19 @@ class BlockModel(StructuredDrafter):
             if self.width > count:
                 raise ValueError(f"width: got {self.width}, expected at most the {count} {what}")
         if self.width > 1 and head is not None and head.remembers:
-            raise ValueError(f"width: got {self.width} for a head that remembers its chain, expected 1")
+            raise ValueError(f"width: got {self.width} for a head that depends on the whole chain, expected 1")
 
     def shaped(self, tree: str | int = "", confidence: float = 0.0) -> Self:
-        """Set structure and length of drafts, as `StructuredDrafter.shaped`.
+        """Set the structure and length of drafts, see `StructuredDrafter.shaped`.
 
-        confidence: of chains of a drafter with a head that expects acceptance rates (DSpark): end a row's chain, from
-            the second level on, where the product of the rates is below it. The next round drafts at most one level
-            more than the longest row kept, or twice as many where none ended.
+        confidence: for chains of a drafter whose head predicts acceptance rates (DSpark): a row's chain ends, from the
+            second level on, where the product of the rates is lower. The next round drafts at most one level more than
+            the longest row kept, or twice as many if all drafted levels were kept.
         """
         super().shaped(tree)
         if confidence:
             if self.traits.trees or getattr(self.form.sequential, "confidence", None) is None:
-                what = "trees" if self.traits.trees else "a drafter without a head that expects acceptance rates"
+                what = "trees" if self.traits.trees else "a drafter without a head that predicts acceptance rates"
                 raise ValueError(f"confidence: got {confidence} for {what}, expected chains of one that has it")
             if not 0 <= confidence < 1:
                 raise ValueError(f"confidence: got {confidence}, expected a probability below 1")
@@ -138,24 +139,24 @@ class BlockModel(StructuredDrafter):
         self._check_width()
 
     def check_form(self, form: str) -> None:
-        """Raises ValueError where `export` would have no place for what the drafter is."""
+        """Raise ValueError if the published `form` cannot represent this drafter."""
         export.check_form(self, form)
 
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
         """Write the drafter for other engines: "dflash" or "dflash2" (z-lab, SpecForge), "speculators" (vLLM), for
-        which `verifier` names the target, "dspark" (the same, of a drafter with DSpark's heads), "domino" (SpecForge)
-        or "transformers". Raises ValueError where a form has no place for what the drafter is.
+        which `verifier` names the target, "dspark" (likewise, for a drafter with DSpark's heads), "domino" (SpecForge)
+        or "transformers". Raises ValueError if the form cannot represent this drafter.
         """
         published_config.check_verifier_named(self.model, form, verifier)
         export.write(self, folder, form, verifier)
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any]) -> None:
-        """Write the published form that holds this drafter, with provenance.json beside it."""
+        """Write the drafter in a published form that can represent it, with provenance.json."""
         export.write(self, folder, export.form_for(self))
         write_provenance(folder, provenance)
 
     def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, private: bool | None = None) -> str:
-        """Upload what `save_pretrained` writes. Returns the URL."""
+        """Upload what `save_pretrained` writes and return the URL."""
         return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), private)
 
     def start(self, state: State, scores: Scores) -> None:
@@ -168,7 +169,7 @@ class BlockModel(StructuredDrafter):
             position_BL = torch.arange(position_BL.shape[1], device=position_BL.device).expand(rows, -1)
             state.memory.offset = state.position - to_device(counts, state.position.device)
         state.memory.pending_inputs.append((position_BL, features, counts))
-        if self._fused_pass() is not None:  # others read it with the first block
+        if self._fused_pass() is not None:  # other networks read the prompt with the first block
             self._pass(state.memory, state.pending, state.position, places=0)
 
     def propose(self, state: State, depth: int) -> Draft:
@@ -194,8 +195,8 @@ class BlockModel(StructuredDrafter):
             token_B = chain.add(below(place, token_B[:, None])[:, 0], rate_B)
 
     def _hidden(self, state: State) -> Tensor:
-        """(B, K - 1, d) hidden states of the block behind the pending tokens, from one pass; (B, K, d) if their place
-        predicts too.
+        """Run one pass and return the block's hidden states after the pending tokens, (B, K - 1, d), or (B, K, d) if
+        the pending token's place also predicts.
         """
         memory: _Context = state.memory
         hidden_BKd = self._pass(memory, state.pending, memory.placed(state.position))
@@ -203,7 +204,7 @@ class BlockModel(StructuredDrafter):
         return hidden_BKd[:, self.first :]
 
     def _laws(self, hidden_BKd: Tensor) -> Tensor:
-        """Logits (B, K, V) of the target's ids."""
+        """Return logits (B, K, V) over the target's ids."""
         form = self.form
         logits = self.lm_head(hidden_BKd.to(self.lm_head.weight.dtype))[..., : self.vocab]
         if form.multiplier != 1.0:
@@ -213,8 +214,8 @@ class BlockModel(StructuredDrafter):
         return over_vocabulary(logits, form.ids, self.vocab)
 
     def _pass(self, memory: _Context, pending: Tensor, position_B: Tensor, places: int | None = None) -> Tensor:
-        """Reads what the target has accepted since the last pass, and returns the block's hidden states (B, K, d).
-        places: 0 reads alone, where the network is folded.
+        """Read what the target has accepted since the last pass, and return the block's hidden states (B, K, d).
+        places: 0 only reads, which requires a fused network.
         """
         block = self.block if places is None else places
         slots, like = memory.cache.slots, next(self.assistant.parameters())
@@ -241,7 +242,7 @@ class BlockModel(StructuredDrafter):
         return hidden_BKd
 
     def _fused_pass(self) -> BlockPass | None:
-        """The network with the weights that it has now, if it is one to be folded."""
+        """Return the fused network with the current weights, or None if the network cannot be fused."""
         now = stamp(self.assistant)
         if self._fold[0] != now:
             self._fold = now, BlockPass(self.assistant) if foldable(self.assistant) else None
@@ -253,14 +254,14 @@ class BlockModel(StructuredDrafter):
         return nn.functional.embedding(ids, self.embed.weight) * self.form.scale
 
     def _nothing(self, rows: int, position_B: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-        """No context that is not read yet."""
+        """Return an empty context."""
         size = len(self.traits.feature_layers) * self.assistant.config.hidden_size
         return position_B[:, None][:, :0], next(self.assistant.parameters()).new_empty(rows, 0, size), [0] * rows
 
     def _masks(
         self, lengths: list[int], counts: list[int], width: int, extent: int, like: Tensor
     ) -> dict[str, Tensor | None]:
-        """By kind of layer, (B, 1, K, S): the context of each row, and the block. None where nothing is hidden."""
+        """Return masks (B, 1, K, S) by layer type: each row's context, and the block. None if everything is visible."""
         even = min(counts) == width and min(lengths) == max(lengths)
         if even and ("sliding_attention" not in self.kinds or (extent <= self.reach and not self.form.causal)):
             return UNMASKED
@@ -276,17 +277,17 @@ class BlockModel(StructuredDrafter):
         return {"full_attention": full, "sliding_attention": sliding}
 
     def _near(self, query_BK: Tensor, index_BS: Tensor) -> Tensor:
-        """(B, K, S) which slots a place sees through a window."""
+        """Return which slots a place sees through a window, (B, K, S)."""
         behind_BKS = query_BK[..., None] - index_BS[:, None]
         near_BKS = behind_BKS <= self.reach
-        if self.form.from_anchor:  # all of the block is near
+        if self.form.from_anchor:  # the whole block is within the window
             near_BKS = (query_BK[:, :1] - index_BS <= self.reach)[:, None].expand_as(behind_BKS)
         ahead = 0 if self.form.causal else self.block if self.form.from_anchor else self.reach
         return near_BKS & (behind_BKS >= -ahead)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep the target's features of the accepted nodes for the next pass."""
-        # not of draws: their numbers are used again until they are judged, so no length may depend on the last one
+        # not for draws: their numbers are reused until they are judged, so no length may depend on the last one
         if self.confidence and draft.levels and not (state.noise is not None and state.noise.samples):
             kept = max(outcome.draft_lengths)
             state.memory.limit = kept + 1 if kept < draft.levels else 2 * kept
@@ -304,7 +305,7 @@ class BlockModel(StructuredDrafter):
     def join(self, state: State, other: State, take: list[int]) -> None:
         mine: _Context = state.memory
         theirs: _Context = other.memory
-        for memory in (mine, theirs):  # keys and values of all rows are there, and nothing waits
+        for memory in (mine, theirs):  # process all queued elements, so that only keys and values are joined
             if memory.pending_inputs:
                 some = state.pending.new_zeros(len(memory.cache.slots.lengths))
                 self._pass(memory, some, some, None if self._fused_pass() is None else 0)
@@ -314,21 +315,21 @@ class BlockModel(StructuredDrafter):
 
 
 class _Context(PendingInputs):
-    """The drafter's cache, and the target's features that it has not read: (positions, features, counts)."""
+    """The drafter's cache, and queued target features that it has not read: (positions, features, counts)."""
 
     def __init__(self, rows: int, answer: int):
         super().__init__()
         self.cache = SlotLayers(rows, answer)
-        self.offset: Tensor | None = None  # (B,) the target's positions less the drafter's
+        self.offset: Tensor | None = None  # (B,) the target's positions minus the drafter's
         self.limit = MAX_NODES  # levels of the next draft
 
     def placed(self, position_B: Tensor) -> Tensor:
-        """The drafter's positions of the target's."""
+        """Convert the target's positions to the drafter's."""
         return position_B if self.offset is None else position_B - self.offset
 
 
 def bare(embed: nn.Module) -> nn.Embedding:
-    """An embedding without the norm that some models give it: drafters read it as it is stored."""
+    """Return an embedding without the norm that some models attach to it: drafters read the stored weights."""
     if getattr(embed, "embed_norm", None) is None:
         return cast(nn.Embedding, embed)
     new = copy.copy(cast(nn.Embedding, embed))

@@ -1,4 +1,4 @@
-"""Block drafters as other engines read them; `layout` has the forms, and reads them."""
+"""Export of block drafters to other engines. `layout` describes the formats and reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from visspec.models.layers import depth
 if TYPE_CHECKING:
     from visspec.models.block.drafter import BlockModel
 
-ALGORITHMS = {type(None): "dflash", CandidateSelector: "dflash2", Spark: "dspark", Domino: "domino"}  # by their head
+ALGORITHMS = {type(None): "dflash", CandidateSelector: "dflash2", Spark: "dspark", Domino: "domino"}  # by head class
 DFLASH2 = "DFlash2DraftModel"
 FORMS = ("dflash", "dflash2", "dspark", "domino", "speculators", "transformers")
 RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
@@ -34,7 +34,7 @@ SIZES = (
 def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | None = None) -> None:
     """Write a block drafter in a published form. verifier: name or path of the target, for speculators.
 
-    Raises ValueError where the form has no place for what the drafter is.
+    Raises ValueError if the form cannot represent the drafter.
     """
     check_form(drafter, form)
     form = "speculators" if form == "dspark" else form
@@ -58,7 +58,7 @@ def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | No
 
 
 def check_form(drafter: BlockModel, form: str) -> None:
-    """Raises ValueError if a published form can't hold a drafter."""
+    """Raise ValueError if a published form cannot represent a drafter."""
     if form not in FORMS:
         raise ValueError(f"form: got {form!r}, expected one of {', '.join(FORMS)}")
     block, plain, flat = drafter.form, type(drafter.form)(), ("scale", "multiplier", "softcap")
@@ -66,8 +66,8 @@ def check_form(drafter: BlockModel, form: str) -> None:
     walks: dict[str, Any] = {"dflash2": CandidateSelector, "dspark": Spark, "domino": Domino}
     walks["speculators"] = (CandidateSelector, Spark, type(None))
     if not isinstance(block.sequential, walks.get(form, type(None))):
-        found = "no head" if block.sequential is None else f"the head of {type(block.sequential).__name__}"
-        raise ValueError(f"form: got a drafter with {found} that walks through places for {form!r}, expected another")
+        found = "no sequential head" if block.sequential is None else f"a {type(block.sequential).__name__} head"
+        raise ValueError(f"form: got a drafter with {found}, which {form!r} cannot represent, expected another form")
     for name in ("anchor", "head", "embed", "scale", "multiplier", "softcap"):
         if name not in only.get(form, ("anchor", "head")) and getattr(block, name) != getattr(plain, name):
             raise ValueError(f"form: got a drafter with {name} for {form!r}, expected one without")
@@ -81,7 +81,7 @@ def check_form(drafter: BlockModel, form: str) -> None:
 
 
 def form_for(drafter: BlockModel) -> str:
-    """The published form that holds a drafter."""
+    """Return a published form that can represent a drafter."""
     block, kind = drafter.form, ALGORITHMS[type(drafter.form.sequential)]
     if kind == "domino":
         return kind
@@ -91,7 +91,7 @@ def form_for(drafter: BlockModel) -> str:
 
 
 def head_config(drafter: BlockModel, form: str, verifier: str | None) -> dict[str, Any]:
-    """The configuration of a published form."""
+    """Return the configuration of a published form."""
     config = drafter.assistant.config
     block, rope = drafter.form, dict(config.rope_parameters)
     theta, sliding = rope.pop("rope_theta"), "sliding_attention" in drafter.kinds

@@ -1,8 +1,8 @@
-"""The pass of a DFlash network with fewer and larger products, for networks so small that calls cost more than numbers.
+"""The pass of a DFlash network with fewer and larger products, for small networks whose cost is kernel launches.
 
-What transformers runs as a module: norms are folded into the products behind them, queries, keys and values are one
-product, as are gate and up, and those of the context's keys and values in all layers. Pairs of rotated channels are
-brought beside each other, which attention does not see.
+It computes what transformers' module does, with norms folded into the products that follow them, and with one product
+each for queries, keys and values, for gate and up, and for the context's keys and values of all layers. Pairs of
+rotated channels are moved next to each other, which does not change attention.
 
 Shapes: B rows, C context elements, K block, L layers, H heads, G heads of keys and values, E head size, d hidden size,
 F features.
@@ -23,12 +23,12 @@ from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant 
 from visspec.models.block.dflash2 import DFlash2Model, GroupedConv, convolved, kernels
 
 KINDS = (MuseGlimmerAssistantModel, DFlash2Model)
-LIMIT = 1 << 25  # numbers in a network; a larger one is run as it is, and no weight is held twice
-FIXED = ("default", "linear", "llama3")  # kinds of rotary embeddings whose frequencies are the same in every pass
+LIMIT = 1 << 25  # maximum numbers in a fused network; larger ones run unchanged, so that no large weight is held twice
+FIXED = ("default", "linear", "llama3")  # rotary embeddings whose frequencies are the same in every pass
 
 
 def foldable(network: nn.Module) -> bool:
-    """Whether a network is transformers' own or DFlash 2's, unchanged, small, and computes what `BlockPass` does."""
+    """Whether a network is small, unmodified, from transformers or DFlash 2, and computes what `BlockPass` does."""
     if not isinstance(network, KINDS) or type(network) not in KINDS or any(map(_has_hooks, network.modules())):
         return False
     plain = all(type(m) in (nn.Linear, nn.SiLU, SiLUActivation) for m in _parts(network))
@@ -39,12 +39,12 @@ def foldable(network: nn.Module) -> bool:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether someone sees or changes what a module computes."""
+    """Whether hooks or an instance's own forward observe or change what a module computes."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or "forward" in vars(module)
 
 
 def _parts(network: Any) -> list[nn.Module]:
-    """Modules whose kind matters."""
+    """Return the modules whose class must be the expected one."""
     found = [network.encoder.fc]
     for layer in network.layers:
         own, mlp = layer.self_attn, layer.mlp
@@ -54,15 +54,15 @@ def _parts(network: Any) -> list[nn.Module]:
 
 
 def stamp(network: nn.Module) -> tuple:
-    """What changes when a network's weights are others, were written to or moved; fused optimisers leave no trace.
-    One of them tells it for all, since asking all takes as long as some of the products.
+    """Return a value that changes when a network's weights are replaced, written to or moved (fused optimizers leave no
+    trace). Only the first weight is checked, because checking all takes as long as some of the products.
     """
     first = next(network.parameters())
     return id(network), first.data_ptr(), 0 if first.is_inference() else first._version
 
 
 class BlockPass:
-    """A network of `foldable`, folded: a copy of its current weights. It is called as the network is."""
+    """A `foldable` network, fused: a copy of its current weights, called like the network."""
 
     def __init__(self, network: Any):
         config = network.config
@@ -106,8 +106,8 @@ class BlockPass:
         position_ids: Tensor,
         cache: Cache,
     ) -> Tensor:
-        """Hidden states (B, K, d). noise_embeds (B, K, d), context (B, C, F), positions (B, C + K) of both; masks by
-        kind of layer, or None where nothing is hidden. K may be 0: the context is read for later passes.
+        """Return hidden states (B, K, d). noise_embeds (B, K, d), context (B, C, F), positions (B, C + K) of both;
+        masks by layer type, or None if everything is visible. K may be 0, to read the context for later passes.
         """
         x_BKd, known = noise_embeds, context_hidden_states.shape[1]
         angle_BTP = position_ids[..., None].float() * self.frequency_P
@@ -147,26 +147,26 @@ class BlockPass:
 def _around(
     layer: nn.Module, name: str, scale: Tensor
 ) -> Callable[[Tensor], tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]]:
-    """What is done with the input of a sublayer without its norm's scale, and how its output is added."""
+    """Return a function from a sublayer's unscaled input to its new input and to how its output is added."""
     if (conv := getattr(layer, name, None)) is None:
         return lambda x: (x, torch.add)
     project = (conv.kernel_projection.weight * scale).detach().T.contiguous()
     base_SGE = conv.base_SGE().detach()
 
     def around(x_BKd: Tensor) -> tuple[Tensor, Callable[[Tensor, Tensor], Tensor]]:
-        first, second = kernels(x_BKd @ project, base_SGE)  # the scale of a channel commutes with its kernel
+        first, second = kernels(x_BKd @ project, base_SGE)  # a channel's scale commutes with its kernel
         return convolved(x_BKd, first), lambda onto_BKd, y_BKd: convolved(y_BKd, second, onto_BKd)
 
     return around
 
 
 def rotate_pairs(x_BTHE: Tensor, turn_BTP: Tensor) -> Tensor:
-    """Heads (B, T, ..., E) with pairs of neighbouring channels turned, by (B, T, ..., P) without the last but one."""
+    """Rotate pairs of neighboring channels of heads (B, T, ..., E) by (B, T, ..., P), broadcast over the heads."""
     pairs = torch.view_as_complex(x_BTHE.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turn_BTP.unsqueeze(-2)).flatten(-2).to(x_BTHE.dtype)
 
 
 def _interleave_halves(linear: nn.Linear, pairs: Tensor) -> Tensor:
-    """A projection to heads whose halves are rotated against each other, with the pairs beside each other."""
+    """Reorder a projection whose heads are rotated in halves, so that the paired channels are next to each other."""
     weight = linear.weight.detach()
     return weight.unflatten(0, (-1, len(pairs)))[:, pairs].flatten(0, 1)

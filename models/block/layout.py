@@ -1,12 +1,12 @@
-"""Published checkpoints of DFlash block drafters, as they are read (`export` writes them). The network is that of
-transformers' own class (`MuseGlimmerAssistantModel`), or ours of DFlash 2; what differs is where the configuration says
-what, the names of two tensors, and `Block`.
+"""Reading published checkpoints of DFlash block drafters (`export` writes them). The network is transformers' own class
+(`MuseGlimmerAssistantModel`), or ours for DFlash 2. The forms differ in where the configuration states what, in the
+names of two tensors, and in `DFlashVariant`.
 
 Forms: "dflash" (z-lab and SpecForge: a Qwen3 configuration with `dflash_config`; layer i means hidden_states[i + 1]),
 "dflash2" (the same with sizes of convolutions and selector), "dspark", "domino" (SpecForge: the same with a sequential
 head), "deepspec" (DSpark, and DFlash without a head, with all entries at the top and copies of the target's embeddings
-and head), "speculators" (a nested configuration; id i means hidden_states[i]; possibly a vocabulary of its own; all but
-Domino), "transformers". DSpark is written as speculators'.
+and head), "speculators" (a nested configuration; id i means hidden_states[i]; optionally its own vocabulary; all but
+Domino), "transformers". DSpark is written in speculators' form.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ def read(
     nodes: int = 24,
     causal: bool | None = None,
 ) -> BlockModel:
-    """The drafter of a published checkpoint, in the target's dtype. data, shapes: its configuration and the headers of
-    its tensors. causal: whether windows hide later places of the block, where the checkpoint does not tell.
+    """Load a published checkpoint as a drafter, in the target's dtype. data, shapes: its configuration and the headers
+    of its tensors. causal: whether windows hide later places of the block, if the checkpoint does not say.
 
-    Raises ValueError, before weights are read, if they are not exactly those of the form or of this target.
+    Raises ValueError, before it reads weights, unless the tensors are exactly those of the form and of this target.
     """
     with sentence_of(folder), torch.device("meta"):
         config, block = config_of(folder, form, data, model, causal)
@@ -82,7 +82,7 @@ def read(
     if network is DFlash2Model and 0 < few < vocab:
         raise ValueError(f"drafter: draft_vocab_size of {folder} is {few}, expected {vocab} for a selector")
     skipped = {"speculators": (*OF_THE_TARGET, *OWN_HEAD), "deepspec": COPIES}.get(form, ())
-    bare = {name: name.removeprefix("logit_head.") for name in shapes}  # as early files of SpecForge wrap them
+    bare = {name: name.removeprefix("logit_head.") for name in shapes}  # a prefix in early files of SpecForge
     walking = {name for name in shapes if head is not None and bare[name].startswith(sequential.PREFIXES)}
     rest = shapes.keys() - walking - set(skipped)
     names = {name: RENAMED.get(name, name) for name in shapes if name in rest}
@@ -114,26 +114,26 @@ def read(
 
 
 def layer_of(folder: Path, form: str, data: dict) -> dict:
-    """The entries of the decoder layers."""
+    """Return the entries of the decoder layers."""
     return entry(folder, data, "transformer_layer_config", dict) if form == "speculators" else data
 
 
 def _sequential(folder: Path, form: str, data: dict, vocab: int, few: int, model: PreTrainedModel) -> Any:
-    """The head that walks through the places, on `meta`; None if the form or the checkpoint has none."""
+    """Build the sequential head on `meta`, or return None if the form or the checkpoint has none."""
     said = data if form == "speculators" else {**data, **object_of(data.get("dflash_config"))}
     table = cast(Tensor, model.get_input_embeddings().weight)
     return sequential_of(folder, algorithm(form, data), said, vocab, few, table)
 
 
 def algorithm(form: str, data: dict) -> str:
-    """What a checkpoint is one of: a form, or what speculators' form names."""
+    """Return the algorithm of a checkpoint: its form, or the one that a speculators configuration names."""
     return data["speculators_model_type"] if form == "speculators" else form
 
 
 def config_of(
     folder: Path, form: str, data: dict, model: PreTrainedModel, causal: bool | None = None
 ) -> tuple[MuseGlimmerAssistantConfig, DFlashVariant]:
-    """transformers' configuration of a checkpoint, and what else it says. Raises ValueError for what we don't have."""
+    """Convert a checkpoint's configuration to transformers' and a variant. Raises ValueError if it is unsupported."""
     layer, more = layer_of(folder, form, data), object_of(data.get("dflash_config"))
     said = data if form == "speculators" else {**data, **more}
     check_verifier(folder, data, model)
@@ -179,8 +179,8 @@ def _kinds(folder: Path, layer: dict, count: int) -> list[str]:
 
 
 def _layers(folder: Path, form: str, said: dict, layers: int, count: int) -> list[int]:
-    """Layers whose outputs are read, counted from 0. speculators' form names inputs of layers; if z-lab's names none,
-    as many as the drafter has are spread from 1 to the last but two.
+    """Return the layers whose outputs are read, counted from 0. speculators' form names inputs of layers; if z-lab's
+    names none, as many as the drafter has layers are spread from 1 to the last but two.
     """
     low = 1 if form == "speculators" else 0
     name = "aux_hidden_state_layer_ids" if low else "target_layer_ids"
@@ -203,13 +203,13 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, c
         both_ways = said.get("sliding_window_non_causal", algorithm(form, said) == "dflash2")
         hides = not both_ways if causal is None else causal
         return DFlashVariant(anchor=anchor, causal=hides, reach=window, from_anchor=True, index=True, raw=True)
-    own = said.get("is_causal", said.get("causal"))  # z-lab; ModelOpt, for all layers
+    own = said.get("is_causal", said.get("causal"))  # keys of z-lab and of ModelOpt, for all layers
     if own and "full_attention" in kinds:
         raise ValueError(f"drafter: is_causal of {folder} is true, expected false for layers of full attention")
     if own is None and causal is None and "sliding_attention" in kinds:
         warnings.warn(
-            f"drafter: {folder} does not say whether its windows hide later places of a block; they do, as in SpecForge"
-            f" and vLLM, and with {folder.name}:causal=false they don't, as in z-lab's own code",
+            f"drafter: {folder} does not say whether its windows hide later places of a block. They do here, as in"
+            f" SpecForge and vLLM; for z-lab's own code, where they do not, use {folder.name}:causal=false.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -229,11 +229,11 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, c
     )
 
 
-# --- embeddings and heads of its own ----------------------------------------------------------------------------------
+# --- its own embeddings and heads -------------------------------------------------------------------------------------
 
 
 def _own(form: str, names: Collection[str], hidden: int, few: int, vocab: int) -> nn.Module:
-    """What a checkpoint has of what others take from the target: a head and its ids, or DeepSpec's copies."""
+    """Build modules for a checkpoint's own head and its ids, or for DeepSpec's copies, instead of the target's."""
     own, some = nn.Module(), 0 < few < vocab
     if form == "deepspec":
         own.embed_tokens, own.lm_head = nn.Embedding(vocab, hidden), nn.Linear(hidden, vocab, bias=False)
@@ -245,7 +245,7 @@ def _own(form: str, names: Collection[str], hidden: int, few: int, vocab: int) -
 
 
 def _fields(folder: Path, own: Any, model: PreTrainedModel, vocab: int) -> dict[str, Any]:
-    """The same as fields of the variant; of copies, those that are not the target's."""
+    """Return these modules as fields of the variant; copies that equal the target's are left out."""
     if hasattr(own, "embed_tokens"):
         targets = {"embed": model.get_input_embeddings(), "head": model.get_output_embeddings()}
         copies = zip(targets.items(), (own.embed_tokens, own.lm_head))

@@ -1,5 +1,5 @@
-"""Small heads that make a block's laws depend on the tokens drafted before a place: DSpark's Markov head with its
-confidence head (arXiv 2607.05147), Domino's recurrent one (arXiv 2605.29707), and DFlash 2's selector of candidates.
+"""Small heads that make a block's distributions depend on the tokens drafted before a place: DSpark's Markov head with
+its confidence head (arXiv 2607.05147), Domino's recurrent one (arXiv 2605.29707), and DFlash 2's candidate selector.
 
 Shapes: B rows, K places, W tokens above a place (1 in chains), C candidates, d hidden size, V vocabulary, r rank or
 size of a state.
@@ -20,8 +20,8 @@ from visspec.models.layers import over_vocabulary
 
 Below = Callable[[int, Tensor], Tensor]
 KINDS = ("vanilla", "gated", "rnn")
-SELECTOR = {"selector_rank": 256, "selector_top_k": 16}  # as published
-PUBLISHED = {  # names of what `Spark` and `CandidateSelector` hold
+SELECTOR = {"selector_rank": 256, "selector_top_k": 16}  # published values
+PUBLISHED = {  # published module names -> attributes of `Spark` and `CandidateSelector`
     "candidate_selector": "",
     "candidate_selector.hidden_projection": "hidden_projection",
     "markov_head.markov_w1": "markov.down",
@@ -37,8 +37,8 @@ PREFIXES = ("candidate_selector.", "markov_head.", "confidence_head.", "prefix_g
 class Markov(nn.Module):
     """Logits that a token adds to those of the next place, as the product of two matrices; (..., V).
 
-    kind: "gated" weighs the token's vector (..., r) by the place's hidden state (..., d), "rnn" keeps a state (..., r)
-    from place to place. few: ids that it speaks of, if not all.
+    kind: "gated" weights the token's vector (..., r) by the place's hidden state (..., d); "rnn" carries a state
+    (..., r) from place to place. few: number of ids that get logits, if not all.
     """
 
     def __init__(self, vocab: int, rank: int, kind: str = "vanilla", hidden: int = 0, few: int = 0):
@@ -52,7 +52,7 @@ class Markov(nn.Module):
             self.joint = nn.Linear(2 * rank + hidden, 3 * rank)
 
     def forward(self, hidden: Tensor, token: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """(what tokens (...) add, the state); hidden: (..., d), the same for all tokens of a level in trees."""
+        """Return what tokens (...) add, and the state. hidden: (..., d), the same for all tokens of a tree level."""
         before = self.down(token)
         if self.kind == "vanilla":
             return self.up(before), None
@@ -65,8 +65,8 @@ class Markov(nn.Module):
 
 
 class Confidence(nn.Module):
-    """The logit (...) of a place's acceptance rate from its hidden state (..., d), and a vector (..., r) of the token
-    before it if r > 0.
+    """Predicts the logit (...) of a place's acceptance rate from its hidden state (..., d) and, if r > 0, a vector
+    (..., r) of the token before it.
     """
 
     def __init__(self, hidden: int, rank: int):
@@ -81,30 +81,30 @@ class Confidence(nn.Module):
 
 
 class Sequential(nn.Module):
-    """A head that walks through the places of a block."""
+    """Base class of heads that process a block's places one after another."""
 
-    remembers = False  # whether a place's law depends on more than the token above it: no trees
-    candidates = 0  # tokens that it leaves of a place; 0: all
+    remembers = False  # a place's distribution depends on more than the token before it, which rules out trees
+    candidates = 0  # number of tokens kept per place; 0: all
 
     def begun(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
-        """A function for the places of one draft in turn: from a place's index and the tokens above it (B, W) to the
-        logits of the laws that it is drawn from, (B, W, V). Given are logits and hidden states of the pass.
+        """Start a draft, given logits and hidden states of the pass. Returns a function to be called for the places in
+        turn: from a place's index and the tokens above it (B, W) to the logits of its distributions, (B, W, V).
         """
         raise NotImplementedError
 
     def likeliest(self, logits_BKV: Tensor, hidden_BKd: Tensor, token_B: Tensor) -> Tensor | None:
-        """The chain (B, K) of each place's likeliest token, if it is found without a walk."""
+        """Return the chain (B, K) of each place's likeliest token, if that is possible without a sequential walk."""
         return None
 
     def expected(self, hidden: Tensor, token: Tensor) -> Tensor | None:
-        """Logits (...) of the acceptance rates of places with hidden states (..., d) below tokens (...), or None. What
-        is learnt from them does not change the states.
+        """Return logits (...) of the acceptance rates of places with hidden states (..., d) after tokens (...), or
+        None. Gradients do not reach the states.
         """
         return None
 
 
 class Spark(Sequential):
-    """DSpark's two heads, of which either may lack. ids: of the target, of a vocabulary of its own."""
+    """DSpark's two heads, either of which may be missing. ids: target ids of a drafter's own vocabulary."""
 
     def __init__(self, markov: Markov | None, confidence: Confidence | None, ids: Tensor | None = None):
         super().__init__()
@@ -132,8 +132,8 @@ class Spark(Sequential):
 
 
 class Domino(Sequential):
-    """Domino's head: a GRU reads the target's embeddings `table` (V, d) of the tokens so far, and its state (r) and the
-    place's hidden state give what is added to the logits. prefix: places at the front that nothing is added to.
+    """Domino's head: a GRU reads the target's embeddings `table` (V, d) of the tokens so far; its state (r) and the
+    place's hidden state give what is added to the logits. prefix: number of first places without an addition.
     """
 
     remembers = True
@@ -141,7 +141,7 @@ class Domino(Sequential):
     def __init__(self, vocab: int, table: Tensor, state: int, middle: int, prefix: int):
         super().__init__()
         hidden = table.shape[1]
-        self.table, self.prefix = (table,), prefix  # in a tuple: not one of its own tensors
+        self.table, self.prefix = (table,), prefix  # in a tuple, so that it is not registered as a parameter
         self.prefix_gru = nn.GRU(hidden, state, batch_first=True, bias=False)
         first, last = nn.Linear(hidden + state, middle, bias=False), nn.Linear(middle, vocab, bias=False)
         self.embed_proj = nn.Sequential(first, nn.SiLU(), last)
@@ -161,8 +161,8 @@ class Domino(Sequential):
 
 
 class CandidateSelector(Sequential):
-    """DFlash 2's: scores the likeliest tokens of a place by the token before it, edge(p -> c) = <A[p] * project(h),
-    B[c]> + unary[c], with h the place's hidden state. New ones add nothing.
+    """DFlash 2's head: scores the likeliest tokens of a place given the token before it, edge(p -> c) = <A[p] *
+    project(h), B[c]> + unary[c], with h the place's hidden state. A new head adds nothing.
     """
 
     def __init__(self, vocab: int, hidden: int, rank: int, candidates: int):
@@ -174,12 +174,12 @@ class CandidateSelector(Sequential):
         nn.init.normal_(self.hidden_projection.weight, std=0.02)
 
     def _rows(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """Vectors (..., C, r) of candidates (..., C), to be multiplied with those of tokens before them."""
+        """Return vectors (..., C, r) of candidates (..., C), to be multiplied with those of the tokens before them."""
         return self.successor_codebook[ids] * self.hidden_projection(hidden)[..., None, :]
 
     def scores(self, logits: Tensor, hidden: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
-        """(logits of candidates, their ids), (..., C) each, of places (..., V) below tokens (...). The token (...) that
-        comes after is among them: where it is not one of the likeliest, in place of the last.
+        """Return logits of candidates and their ids, each (..., C), for places (..., V) after tokens (...). The true
+        next token (...) is always a candidate: if it is not one of the likeliest, it replaces the last.
         """
         ids = logits.topk(self.candidates, dim=-1).indices
         missing = ~(ids == after[..., None]).any(dim=-1)
@@ -201,7 +201,7 @@ class CandidateSelector(Sequential):
         return below
 
     def likeliest(self, logits_BKV: Tensor, hidden_BKd: Tensor, token_B: Tensor) -> Tensor:
-        """Every candidate's likeliest successor at once; 1, 2, 4, ... of these steps are made one, up to each place."""
+        """Find every candidate's likeliest successor at once; pointer doubling then composes the steps."""
         unary_BKC, ids_BKC = logits_BKV.topk(self.candidates, dim=-1)
         above_BKC = torch.cat([token_B[:, None, None].expand_as(ids_BKC[:, :1]), ids_BKC[:, :-1]], dim=1)
         edges_BKCC = self.predecessor_codebook[above_BKC] @ self._rows(hidden_BKd, ids_BKC).mT
@@ -216,9 +216,10 @@ class CandidateSelector(Sequential):
 
 
 def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, table: Tensor) -> Sequential | None:
-    """The head, without weights, of a checkpoint that says these things; None if it has none. kind: "dflash",
-    "dflash2", "dspark", "deepspec" or "domino". few: ids of its own vocabulary of V, 0: all. table: the target's
-    embeddings, at least (V, d). Raises ValueError for what we don't have.
+    """Build the head of a checkpoint, without weights, from its configuration; None if it has none.
+
+    kind: "dflash", "dflash2", "dspark", "deepspec" or "domino". few: size of its own vocabulary, 0: all ids. table: the
+    target's embeddings, at least (V, d). Raises ValueError if it is unsupported.
     """
     hidden, nested = table.shape[1], "speculators_model_type" in said
     if kind == "dflash":
@@ -245,7 +246,7 @@ def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, tab
 
 
 def entries(head: Sequential | None, anchor: bool) -> dict[str, Any]:
-    """What a published configuration says of a head; anchor: whether the pending token's place predicts."""
+    """Return a head's entries in a published configuration. anchor: whether the pending token's place predicts."""
     if isinstance(head, Domino):
         first = head.embed_proj[0]
         sizes = {
@@ -267,6 +268,6 @@ def entries(head: Sequential | None, anchor: bool) -> dict[str, Any]:
 
 
 def published_name(name: str, names: dict[str, str]) -> str:
-    """The name of a tensor under other names of the modules that hold them."""
+    """Rename a tensor by renaming the module that holds it."""
     module, _, tensor = name.rpartition(".")
     return ".".join(filter(None, (names.get(module, module), tensor)))

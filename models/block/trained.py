@@ -1,5 +1,5 @@
-"""Block drafters of our own training: DFlash, with a Markov and a confidence head DSpark, with convolutions and a
-selector DFlash 2, for any target.
+"""Our own block drafters, trained for any target: DFlash, DSpark (with a Markov and a confidence head) and DFlash 2
+(with convolutions and a selector).
 
 Shapes: B rows, L prompt, M longest answer, T = M - 1 distributions of an answer, A anchors, K block, C context, d
 hidden size, F features, V vocabulary.
@@ -25,19 +25,19 @@ from visspec.models.drafting import checkpoint
 from visspec.models.layers import MOST_LAYERS
 from visspec.types import MAX_NODES, Prediction, TrainingBatch
 
-DECAY = 0.8  # weight of a place in the loss, of that before it
+DECAY = 0.8  # weight of a place in the loss, relative to the place before it
 
 
 @dataclass(frozen=True)
 class BlockConfig(checkpoint.DrafterConfig):
     """Configuration of the network and of its target.
 
-    feature_layers: indices into the target's hidden_states, above 0. block: places of a pass, the pending token's among
-    them. mask: the id that stands in the others. markov: rank of the head that adds what the token before a place says
-    of it (DSpark, arXiv 2607.05147); 0: none. confidence: a head that expects the acceptance rate of a place from its
-    hidden state and the Markov head's vector of the token before it (the same). selector: rank of DFlash 2's selector
-    over the likeliest `candidates` tokens of a place; with it convolutions of `taps` places, whose kernels groups of
-    `group` channels share; 0: neither.
+    feature_layers: indices into the target's hidden_states, above 0. block: places per pass, including the pending
+    token's. mask: the id at the other places. markov: rank of the head that adds logits given the token before a place
+    (DSpark, arXiv 2607.05147); 0: no such head. confidence: a head that predicts a place's acceptance rate from its
+    hidden state and the Markov head's vector of the token before it (also DSpark). selector: rank of DFlash 2's
+    selector over the likeliest `candidates` tokens of a place, which comes with convolutions of `taps` places whose
+    kernels are shared by groups of `group` channels; 0: neither.
     """
 
     target_layers: int
@@ -73,7 +73,7 @@ class BlockConfig(checkpoint.DrafterConfig):
         return self.block - 1
 
     def assistant(self) -> MuseGlimmerAssistantConfig:
-        """transformers' configuration of the network."""
+        """Return transformers' configuration of the network."""
         config = MuseGlimmerAssistantConfig(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
@@ -116,7 +116,7 @@ class BlockHead(nn.Module):
 
     @property
     def sequential(self) -> Sequential | None:
-        """The head that walks through the places of a block, around the same weights."""
+        """The block's sequential head, sharing these weights."""
         markov, confidence = getattr(self, "markov", None), getattr(self, "confidence", None)
         return Spark(markov, confidence) if markov or confidence else getattr(self, "candidate_selector", None)
 
@@ -143,8 +143,8 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
 
     @classmethod
     def defaults(cls, target: PreTrainedModel, options: dict[str, Any]) -> dict[str, Any]:
-        """Five layers of the target are read, evenly spaced; places to fill have the id of a picture's slots, or of
-        padding.
+        """Return default sizes: five evenly spaced layers of the target are read, and the mask is an image placeholder
+        or padding.
         """
         text = target.config.get_text_config()
         depth, heads = text.num_hidden_layers, text.num_attention_heads
@@ -161,30 +161,30 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
         }
 
     def _running(self, dtype: torch.dtype) -> Any:
-        """The network that drafts, in the target's dtype."""
+        """Return the network that drafts, in the target's dtype."""
         self.head.eval()
         self.run = self.head_in(dtype)
         return self.run.model
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Take over the network's current weights for drafting; call it after they change."""
+        """Use the network's current weights for drafting; call it after they change."""
         self.assistant = self._running(self.embed.weight.dtype)
         self.form = replace(self.form, sequential=self.run.sequential)
-        self._fold = (), None  # `stamp` does not see what a fused optimiser wrote
+        self._fold = (), None  # `stamp` does not notice what a fused optimizer wrote
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Logits (..., V) of hidden states (..., d) below tokens (...), by the trained weights."""
+        """Return logits (..., V) of hidden states (..., d) after tokens (...), with the weights being trained."""
         logits = self.lm_head(states.to(self.lm_head.weight.dtype))[..., : self.vocab]
         return logits + self.head.markov(states, tokens)[0] if self.config.markov else logits
 
     def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
-        """One pass over blocks that tile the answers, for training (`visspec.train.capture.TrainingBatch`); `steps` is
+        """Run one training pass over blocks that tile the answers (`visspec.train.capture.TrainingBatch`). `steps` is
         unused.
 
-        Returns hidden states (B, T, d) and the weight of each element (B, T), 0 where none counts. Element t, the
-        distribution after answer token t, is predicted by the block whose anchor is the last one up to token t. In
-        training the first anchor is drawn.
+        Returns hidden states (B, T, d) and the weight of each element (B, T), 0 if it does not count. Element t, the
+        distribution after answer token t, is predicted by the block with the last anchor up to token t. In training
+        mode the first anchor is random.
         """
         ids, prompt, ahead = lesson.ids, lesson.prompt_length, self.block - 1
         count, device = lesson.best.shape[1], ids.device
@@ -215,7 +215,7 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
         return [Prediction(hidden_BTd, weight_T * ((index_T >= first) & (index_T < counts_B1)))]
 
     def _context(self, lesson: TrainingBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the context's slots: which are there (B, C) and their positions (B, C); that of the first answer token."""
+        """Return which context slots are real (B, C), their positions (B, C), and the first answer token's position."""
         rows, width = lesson.features.shape[:2]
         seen_BC = torch.ones(rows, width, dtype=torch.bool, device=lesson.ids.device)
         if lesson.attention is not None:

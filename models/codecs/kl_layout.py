@@ -1,6 +1,6 @@
-"""KL autoencoders in the layout of latent diffusion (LDM), as diffusers' stock `AutoencoderKL`.
+"""KL autoencoders in the layout of latent diffusion (LDM), loaded into diffusers' stock `AutoencoderKL`.
 
-MAR's `kl16.ckpt` and NextStep-1's tokenizer have it; whatever differs (attention, quantiser convolutions) is inferred
+MAR's `kl16.ckpt` and NextStep-1's tokenizer use it. Optional parts (attention, quantizer convolutions) are inferred
 from names and shapes.
 """
 
@@ -14,18 +14,18 @@ from diffusers import AutoencoderKL
 from visspec.models.codecs.vq_layout import load_stock
 from visspec.models.published_tensors import GROUPS, Weights
 
-NOT_WEIGHTS = r"loss\."  # the discriminator and perceptual loss of training
+NOT_WEIGHTS = r"loss\."  # discriminator and perceptual loss, only used in training
 
 
 def load_kl(path: str | Path, scaling: float, shift: float = 0.0) -> AutoencoderKL:
-    """An autoencoder from safetensors. scaling, shift: a generator's latents are (latents - shift) scaling."""
+    """Load an autoencoder from safetensors. scaling, shift: a generator's latents are (latents - shift) * scaling."""
     weights = Weights.read(path, dropped=NOT_WEIGHTS)
     config = config_of(weights) | {"scaling_factor": scaling, "shift_factor": shift}
     return load_stock(weights, AutoencoderKL(**config))
 
 
 def config_of(weights: Weights) -> dict[str, Any]:
-    """Arguments of `AutoencoderKL`, from names and shapes."""
+    """Infer the arguments of `AutoencoderKL` from names and shapes."""
     channels, steps, blocks = weights.encoder()
     levels = range(len(steps))
     down = [weights.count(f"encoder.down.{i}.attn.") > 0 for i in levels]

@@ -1,6 +1,6 @@
-"""VQ image codecs as published: LlamaGen's `vq_ds*.pt`, and the taming-style `vqgan.ckpt` of Chameleon.
+"""Published VQ image codecs: LlamaGen's `vq_ds*.pt`, and the taming-style `vqgan.ckpt` of Chameleon.
 
-Anole and Lumina-mGPT ship Chameleon's file unchanged. Both layouts go into diffusers' stock `VQModel` (`vqgan.py`).
+Anole and Lumina-mGPT ship Chameleon's file unchanged. Both layouts are loaded into diffusers' `VQModel` (`vqgan.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CODEBOOK = "quantize.embedding.weight"
 
 
 def load_llamagen_vq(path: str | Path) -> ImageCodec:
-    """LlamaGen's VQ-16 or VQ-8 (or the same architecture) from safetensors. Codes are stored L2-normalised."""
+    """Load LlamaGen's VQ-16 or VQ-8 (or the same architecture) from safetensors. Codes are stored L2-normalized."""
     weights = Weights.read(path, dropped=NOT_WEIGHTS)
     codec = _codec(weights.renamed(llamagen_rules(weights.count("decoder.conv_blocks."))))
     table = codec.model.quantize.embedding.weight
@@ -29,12 +29,12 @@ def load_llamagen_vq(path: str | Path) -> ImageCodec:
 
 
 def load_taming_vq(path: str | Path) -> ImageCodec:
-    """Chameleon's VQGAN (also Anole's and Lumina-mGPT's), or another taming-style VQGAN, from safetensors."""
+    """Load Chameleon's VQGAN (also Anole's and Lumina-mGPT's), or another taming-style VQGAN, from safetensors."""
     return _codec(Weights.read(path, dropped=NOT_WEIGHTS))
 
 
 def llamagen_rules(levels: int) -> Rules:
-    """LlamaGen's names -> taming's, which number the decoder's levels from the finest."""
+    """Return rules from LlamaGen's names to taming's, which number the decoder's levels from the finest."""
     return [
         (r"\.mid\.0\.", ".mid.block_1."),
         (r"\.mid\.1\.", ".mid.attn_1."),
@@ -46,7 +46,7 @@ def llamagen_rules(levels: int) -> Rules:
 
 
 def stock_rules(levels: int) -> Rules:
-    """Taming's names -> diffusers' `VQModel`, which numbers the decoder's levels from the coarsest."""
+    """Return rules from taming's names to diffusers' `VQModel`, which numbers decoder levels from the coarsest."""
     return [
         (r"^encoder\.down\.(\d+)\.", r"encoder.down_blocks.\1."),
         (r"^decoder\.up\.(\d+)\.", lambda m: f"decoder.up_blocks.{levels - 1 - int(m[1])}."),
@@ -65,7 +65,7 @@ def stock_rules(levels: int) -> Rules:
 
 
 def _codec(weights: Weights) -> ImageCodec:
-    """A codec of tensors with taming's names, which tell its shape."""
+    """Build a codec from tensors with taming's names, which determine its shape."""
     codes, code_size = weights.shape(CODEBOOK, 2)
     channels, steps, blocks = weights.encoder()
     shape = VQShape(
@@ -83,7 +83,7 @@ def _codec(weights: Weights) -> ImageCodec:
 def load_stock(taming: Weights, module: ModuleT) -> ModuleT:
     """Load tensors with taming's names into a module with diffusers' encoder and decoder."""
     weights = taming.renamed(stock_rules(len(taming.encoder()[1])))
-    for name, tensor in weights.items():  # attention has 1 x 1 convolutions there, linear layers here
+    for name, tensor in weights.items():  # taming's attention has 1 x 1 convolutions, diffusers' linear layers
         if re.search(r"\.attentions\.\d+\.to_", name) and tensor.dim() == 4 and tensor.shape[2:] == (1, 1):
             weights[name] = tensor[:, :, 0, 0]
     return weights.load(module)

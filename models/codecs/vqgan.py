@@ -1,8 +1,8 @@
 """Convolutional taming-style VQ image codecs (arXiv 2012.09841), as diffusers' stock `VQModel`.
 
 LlamaGen's VQ-16 and VQ-8, Janus's tokenizer and the VQGAN of Chameleon, Anole and Lumina-mGPT differ in widths, in
-their codebook and in whether the coarsest level has attention: all of them are settings of one stock class. Where a
-published decoder looks codes up L2-normalised, the codebook is stored normalised, so that the stock class needs no
+their codebook and in whether the coarsest level has attention; all of them are settings of one stock class. If a
+published decoder L2-normalizes looked-up codes, the codebook is stored normalized, so that the stock class needs no
 flag. `vq_layout.py` loads the published key layouts.
 
 Shapes: B images, T = rows * columns codes, D code size, K codes, c channels.
@@ -18,12 +18,12 @@ from diffusers import ConfigMixin
 from diffusers.models.autoencoders.vq_model import VQModel
 from torch import Tensor
 
-CODEC = "codec"  # the folder of a codec in that of a model of transformers
+CODEC = "codec"  # subfolder of a transformers model's folder
 
 
 @dataclass(frozen=True)
 class VQShape:
-    """Shape of a codec. `multipliers` are from the finest level to the coarsest; each step halves the size.
+    """Shape of a codec. `multipliers` go from the finest level to the coarsest; each step halves the size.
 
     attention: whether residual blocks of the coarsest level alternate with attention (the middle always has it).
     """
@@ -37,7 +37,7 @@ class VQShape:
     attention: bool = False
 
     def build(self) -> VQModel:
-        """The stock model with random weights, in evaluation mode."""
+        """Build the stock model with random weights, in evaluation mode."""
         levels = len(self.multipliers)
         coarse = "Attn" if self.attention else ""
         return VQModel(
@@ -52,7 +52,7 @@ class VQShape:
 
 
 def settings_of(model: ConfigMixin) -> dict[str, Any]:
-    """The arguments that a diffusers model was made with."""
+    """Return the arguments that a diffusers model was created with."""
     return {name: value for name, value in model.config.items() if not name.startswith("_")}
 
 
@@ -64,12 +64,12 @@ class ImageCodec:
 
     @property
     def codebook(self) -> Tensor:
-        """(K, D): the vectors used by the decoder."""
+        """The vectors that the decoder uses, (K, D)."""
         return self.model.quantize.embedding.weight.detach()
 
     @property
     def factor(self) -> int:
-        """Pixels per code, along a side."""
+        """Pixels per code, along one side."""
         return 2 ** (len(self.model.config["block_out_channels"]) - 1)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
@@ -79,9 +79,9 @@ class ImageCodec:
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Codes (B, T) in raster order -> pixels (B, height, width, 3), float32 in [-1, 1].
+        """Decode codes (B, T) in raster order to pixels (B, height, width, 3), float32 in [-1, 1].
 
-        Raises ValueError for a code outside the codebook, which CUDA would answer with an abort.
+        Raises ValueError for a code outside the codebook, which would abort the process on CUDA.
         """
         rows, columns = grid
         codes = self.codebook.shape[0]
@@ -93,7 +93,7 @@ class ImageCodec:
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        """Pixels (B, height, width, 3) in [-1, 1] -> codes (B, T) int64: the nearest vectors of the codebook."""
+        """Encode pixels (B, height, width, 3) in [-1, 1] to the nearest codes (B, T), int64."""
         latent = self.model.encode(pixels.permute(0, 3, 1, 2).to(self.model.dtype)).latents
         near = torch.cdist(latent.float().permute(0, 2, 3, 1).flatten(1, 2), self.codebook.float()[None])
         return near.argmin(-1)

@@ -1,7 +1,7 @@
-"""`batch_invariant=True` for decoders of text: which models it holds for, and the prefill of prompts one at a time.
+"""`batch_invariant=True` for text decoders: which models support it, and prefill of prompts one at a time.
 
-`runner.widths` says how. Rows of a batch are cut out of it, without their padding, and put together again behind their
-prefills. Shapes: B rows, L prompt, F features, d hidden size.
+`runner.widths` explains how it works. Rows of a batch are cut out without their padding, prefilled, and put together
+again. Shapes: B rows, L prompt, F features, d hidden size.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from visspec.types import Request, Sampling, Scores, State
 if TYPE_CHECKING:
     from visspec.models.decoder.target import HFDecoder
 
-REFUSED = "batch_invariant: got {} with {}, whose tokens depend on what runs beside them, so leave it out here"
-ONE_ROW = "one row a call, or stream()"
-BY_ROW = "batch_invariant: got {}, expected {}, as prompts are read one at a time"
+REFUSED = "batch_invariant: {} has {}, so its tokens depend on the other rows of a batch. Leave batch_invariant out."
+ONE_ROW = "one row per call, or stream()"
+BY_ROW = "batch_invariant: got {}, expected {}, as prompts are prefilled one at a time"
 
 
 def pass_widths(target: HFDecoder) -> PassWidths:
-    """The widths of a model's passes. Raises ValueError for models whose rows can't be computed alike."""
+    """Return the widths of a model's passes. Raises ValueError for models whose rows cannot be computed alike."""
     model, text, decoder = target.model, target.model.config.get_text_config(), target.decoder
     heads, groups = text.num_attention_heads, target.masks.groups
     sizes = {size for part in decoder.modules() if isinstance(size := getattr(part, "head_dim", None), int)}
@@ -41,7 +41,7 @@ def pass_widths(target: HFDecoder) -> PassWidths:
         "layers that keep a state": target.states,
         "rotary frequencies that depend on the longest row": target.rotary,
         "experts": any("expert" in name for name, _ in decoder.named_modules()),
-        "quantised weights": getattr(model, "is_quantized", False),
+        "quantized weights": getattr(model, "is_quantized", False),
         f"attention of {implementation(text)!r}, not 'sdpa'": implementation(text) != STOCK,
     }
     if why := next((why for why, found in reasons.items() if found), None):
@@ -55,14 +55,14 @@ def pass_widths(target: HFDecoder) -> PassWidths:
 
 
 def prefill(target: HFDecoder, request: Request) -> tuple[State, Scores]:
-    """`HFDecoder.prefill` of a request with several rows or with padding."""
+    """Run `HFDecoder.prefill` for a request with several rows or with padding."""
     prompt, mask = request.prompt, request.inputs.get("attention_mask")
     if not prompt.shape[1]:
         raise ValueError(BY_ROW.format("a batch of inputs_embeds", "input_ids"))
     real_BL = torch.ones_like(prompt, dtype=torch.bool) if mask is None else mask.bool()
     padded = [row.count(False) for row in real_BL.tolist()]
     if any(row != sorted(row) for row in real_BL.tolist()):
-        raise ValueError(BY_ROW.format("padding inside or behind a prompt", "padding in front"))
+        raise ValueError(BY_ROW.format("padding inside or after a prompt", "padding in front"))
     own = [target.prefill(_row(target, request, b, padding)) for b, padding in enumerate(padded)]
     states, scores = [state for state, _ in own], [each for _, each in own]
     first = states[0].cache
@@ -74,7 +74,7 @@ def prefill(target: HFDecoder, request: Request) -> tuple[State, Scores]:
     )
     cache.adopt(first)
     cache.prompt, cache.slots.extents = prompt.shape[1], first.slots.extents
-    request.keep_cache &= not any(padded)  # a cache of transformers' would have slots of padding
+    request.keep_cache &= not any(padded)  # a transformers cache would have padding slots
     position = torch.cat([state.position for state in states])
     state = State(request, prompt[:, -1], position, cache, list(range(len(own))), TokenBuffer(request, len(own)))
     aux: dict[str, Any] = {"attention": real_BL if any(padded) else None}
@@ -87,7 +87,7 @@ def prefill(target: HFDecoder, request: Request) -> tuple[State, Scores]:
 
 
 def _joined(parts: Sequence[Any], along: int) -> Tensor:
-    """Parts of one row each, padded in front of the dimension of the prompt: rows are the one before it."""
+    """Concatenate parts of one row each, padded in front of the prompt's dimension, along the dimension before it."""
     longest = max(part.shape[along] for part in parts)
     behind = 0 if along == -1 else parts[0].dim() - 1 - along
     padded = [F.pad(part, (*[0, 0] * behind, longest - part.shape[along], 0)) for part in parts]
@@ -95,7 +95,7 @@ def _joined(parts: Sequence[Any], along: int) -> Tensor:
 
 
 def _row(target: HFDecoder, request: Request, row: int, padding: int) -> Request:
-    """One row of a request, without its padding."""
+    """Return one row of a request, without its padding."""
     rows, length = request.prompt.shape
     inputs = {}
     for name, value in request.inputs.items():
@@ -105,15 +105,15 @@ def _row(target: HFDecoder, request: Request, row: int, padding: int) -> Request
             elif rows > 1:
                 value = _media(target, request, name, value)[row : row + 1]
         elif rows > 1 and value != {} and not isinstance(value, int | float | str | None):
-            raise ValueError(BY_ROW.format(f"{name} of several rows", ONE_ROW))  # pictures that were encoded together
+            raise ValueError(BY_ROW.format(f"{name} of several rows", ONE_ROW))  # images that were encoded together
         inputs[name] = value
     prompt = request.prompt[row : row + 1, padding:]
-    # processors are those of the batch, and run behind it
+    # processors belong to the batch and run after it is joined
     return replace(request, inputs=inputs, prompt=prompt, sampling=Sampling(), keep_raw=True, each=[], prefix=None)
 
 
 def _media(target: HFDecoder, request: Request, name: str, value: Tensor) -> Tensor:
-    """A tensor of all rows' media, which has one entry for each row. Raises ValueError if it has not."""
+    """Return a tensor of all rows' media if it has one entry per row. Raises ValueError otherwise."""
     content = to_device(sorted(target.capabilities.never_drafted), request.prompt.device)
     shown = torch.isin(request.prompt, content).any(dim=1)
     if len(value) != len(request.prompt) or not bool(shown.all()):

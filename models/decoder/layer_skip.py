@@ -1,8 +1,9 @@
-"""The target drafts for itself with some of its layers left out, or stops early: nothing is trained, no weights are
-added (Zhang et al., "Draft & verify", arXiv 2309.08168; the choice on the fly after "SWIFT", arXiv 2410.06916).
+"""Self-speculation: the target drafts with some of its layers skipped, or exits early. It needs no training and no
+extra weights (Zhang et al., "Draft & verify", arXiv 2309.08168; the choice at run time follows "SWIFT", arXiv
+2410.06916).
 
-Layers that run share the target's cache; final norm and head are its own. Which layers run is chosen by what was
-accepted for the layers that it took, not by the clock, so that the same requests give the same choices.
+The layers that run share the target's cache, final norm and head. Layers are chosen by acceptance and by the share of
+layers that run, not by the clock, so that the same requests lead to the same choices.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from visspec.models.drafting.structure import Chain
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 FORGET = 0.98
-PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0  # before anything is known, so that every choice is tried
+PRIOR_RATE, PRIOR_WEIGHT = 0.6, 2.0  # optimistic enough that every choice is tried
 LEVELS = 4
 
 
 @dataclass
 class SkipPlan:
-    """Layers that are left out, and how drafts without them have fared."""
+    """A set of skipped layers, and the acceptance of drafts made without them."""
 
     skip: frozenset[int]
-    cost: float  # share of the layers that run
+    cost: float  # share of layers that run
     kept: float = 0.0
     tried: float = 0.0
 
@@ -37,24 +38,24 @@ class SkipPlan:
 
     @property
     def worth(self) -> float:
-        """Expected tokens for the cost of a full pass, at the best depth."""
+        """Expected tokens per full pass's cost, at the best depth."""
         rate = self.rate
         return max(sum(rate**n for n in range(d + 1)) / (1.0 + self.cost * d) for d in range(1, LEVELS + 1))
 
     def learn(self, lengths: list[int], levels: int) -> None:
-        """Paths of these lengths (the root included) were accepted of a chain of `levels`."""
+        """Record that paths of these lengths (including the root) were accepted of chains of `levels`."""
         rows = len(lengths)
         self.kept = FORGET * self.kept + sum(n - 1 for n in lengths) / rows
         self.tried = FORGET * self.tried + sum(min(n, levels) for n in lengths) / rows
 
 
 class LayerSkip(Drafter):
-    """Chains from some of the target's own layers.
+    """Drafts chains with some of the target's own layers.
 
-    every: the first, the last and every n-th layer between them run. exit: only the first n run. Both 0: one of a few
-    such choices, that whose drafts were accepted most for their cost so far, over all requests. With rules that toss
-    uniform numbers of their own (`rejection`) the tokens of a seed depend on the choice, the distribution does not: fix
-    it there.
+    every: run the first, the last and every n-th layer between them. exit: run only the first n. If both are 0, one of
+    a few such sets is chosen: the one with the best acceptance for its cost so far, over all requests. Under rules that
+    use their own uniform numbers (`rejection`), the choice changes the tokens of a seed, but not the distribution; fix
+    it there if seeds must reproduce.
     """
 
     traits = DrafterTraits(levels=LEVELS, joins=True, partial=True)
@@ -68,7 +69,7 @@ class LayerSkip(Drafter):
 
     def attach(self, target: PreTrainedModel) -> None:
         if not isinstance(target, nn.Module):
-            raise ValueError(f"drafter: got {type(target).__name__}, expected a text model with layers to leave out")
+            raise ValueError(f"drafter: got {type(target).__name__}, expected a text model with layers to skip")
         depth = target.config.get_text_config().num_hidden_layers
         if self.exit >= depth > 0 or self.every == 1:
             raise ValueError(f"exit: got {self.exit} with every {self.every}, expected fewer than {depth} layers")
@@ -76,7 +77,7 @@ class LayerSkip(Drafter):
         skips = asked if self.every or self.exit else candidates(depth)
         self.choices = [SkipPlan(skip, 1.0 - len(skip) / depth) for skip in skips]
         if not self.choices:
-            raise ValueError(f"drafter: got a model of {depth} layers, expected at least 2 to leave some out")
+            raise ValueError(f"drafter: got a model of {depth} layers, expected at least 2 so that some can be skipped")
 
     def start(self, state: State, scores: Scores) -> None:
         state.memory = None
@@ -98,16 +99,16 @@ class LayerSkip(Drafter):
                 state.memory.learn([len(path) for path in outcome.path], draft.levels)
 
     def join(self, state: State, other: State, take: list[int]) -> None:
-        """Rows hold nothing of their own: their keys and values are the target's."""
+        """Do nothing: rows have no memory besides the target's keys and values."""
 
 
 def spaced_layers(depth: int, every: int) -> frozenset[int]:
-    """All layers but the first, the last and every n-th."""
+    """Return all layers except the first, the last and every n-th."""
     return frozenset(n for n in range(1, depth - 1) if n % every)
 
 
 def candidates(depth: int) -> list[frozenset[int]]:
-    """Early exits after a quarter, a half and three quarters, and every second, third or fourth layer."""
+    """Return early exits after a quarter, half and three quarters, and sets that run every 2nd, 3rd or 4th layer."""
     exits = [frozenset(range(max(math.ceil(depth * share), 1), depth)) for share in (0.25, 0.5, 0.75)]
     thin = [spaced_layers(depth, every) for every in (2, 3, 4)]
     return [skip for skip in dict.fromkeys(exits + thin) if skip]

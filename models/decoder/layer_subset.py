@@ -1,8 +1,8 @@
-"""A stock model without some of its decoder layers, as a view that shares all weights: what drafts for itself.
+"""View of a stock model without some of its decoder layers, for self-speculation. All weights are shared.
 
-The modules from the model down to its list of layers are copied shallowly; in the place of a layer that is left out
-stands one that hands on what it is given. The model itself is not changed, and embeddings, final norm and head are its
-own. Layers keep their number, by which they find their keys and values in the cache.
+The modules from the model down to its list of layers are copied shallowly, and a skipped layer is replaced by one that
+returns its input. The model itself is not changed. Layers keep their index, by which they find their keys and values
+in the cache.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from visspec.models.runner.compiled import replace_decoder
 
 
 class LayerSubset:
-    """Views of a model by the layers left out, made when first asked for."""
+    """Views of a model by the set of skipped layers, built on first use."""
 
     def __init__(self, model: PreTrainedModel, decoder: nn.Module):
         self.model = model
@@ -29,14 +29,14 @@ class LayerSubset:
         self._tuples: bool | None = None
 
     def __call__(self, skip: frozenset[int]) -> Any:
-        """Raises ValueError for numbers that are no layers of the model, or a model that can't be taken apart."""
+        """Return the view. Raises ValueError for layers that do not exist, or a model without a list of layers."""
         view = self._views.get(skip)
         if view is None:
             view = self._views[skip] = self._build(skip)
         return view
 
     def check(self) -> None:
-        """Raises ValueError for a model whose layers can't be left out: the last one alone is run over one id."""
+        """Raise ValueError if the model cannot skip layers: run only the last layer on one id."""
         name, layers = type(self.model).__name__, self._layers()[1]
         if next(self.model.parameters()).device.type == "meta":
             return
@@ -44,8 +44,8 @@ class LayerSubset:
         try:
             self._run(view)
         except (MemoryError, torch.OutOfMemoryError):
-            raise  # says nothing of the model
-        except Exception as error:  # its keys may come from a layer before it
+            raise  # unrelated to the model's structure
+        except Exception as error:  # for example because the layer reads the keys of an earlier one
             raise ValueError(f"drafter: the last layer of {name} can't run alone ({type(error).__name__})") from error
 
     def _build(self, skip: frozenset[int]) -> Any:
@@ -57,11 +57,11 @@ class LayerSubset:
         new._modules = {**self.decoder._modules, name: nn.ModuleList(kept)}
         view = replace_decoder(self.model, self.decoder, new)
         if view is None:
-            raise ValueError(f"drafter: got {type(self.model).__name__}, expected a model whose layers can be left out")
+            raise ValueError(f"drafter: got {type(self.model).__name__}, expected a model whose layers can be skipped")
         return view
 
     def _layers(self) -> tuple[str, nn.ModuleList]:
-        """The decoder's list of layers and its name."""
+        """Return the name and the decoder's list of layers."""
         count = self.model.config.get_text_config().num_hidden_layers
         for name, module in self.decoder.named_children():
             if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -69,7 +69,7 @@ class LayerSubset:
         raise ValueError(f"drafter: got {type(self.model).__name__}, expected a decoder with a list of {count} layers")
 
     def _gives_tuples(self, layer: nn.Module) -> bool:
-        """Whether layers return tuples: seen in a pass over one id."""
+        """Whether layers return tuples, observed in a pass over one id."""
         seen: list[bool] = []
         with HOOKING:
             hook = layer.register_forward_hook(lambda module, args, output: seen.append(isinstance(output, tuple)))
@@ -80,18 +80,18 @@ class LayerSubset:
         return seen[0]
 
     def _run(self, model: nn.Module) -> None:
-        """A pass over one id."""
+        """Run a pass over one id."""
         with HOOKING, restore_after(self.model):
             ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.model.parameters()).device)
             model(input_ids=ids, use_cache=False)
 
 
 class _SkippedLayer(nn.Module):
-    """In the place of a layer: hands on the hidden states. What else is asked of it, the layer answers."""
+    """Stands in for a layer and returns the hidden states unchanged. Attributes are those of the layer."""
 
     def __init__(self, layer: nn.Module, tuples: bool):
         super().__init__()
-        object.__setattr__(self, "layer", layer)  # not as a child
+        object.__setattr__(self, "layer", layer)  # not registered as a submodule
         self.tuples = tuples
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:

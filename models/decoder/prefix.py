@@ -1,9 +1,9 @@
-"""Prompts that begin as an earlier one: the keys and values of the shared slots are kept and read again.
+"""Prefix cache: reuse the keys and values of a shared prompt prefix.
 
-A prompt is kept whole after its prefill, with what drafters read of it (`Scores.features`, embeddings, positions), so
-that they start as after a fresh prefill. A later prompt of the same media takes as many of its slots as their ids
-agree, all image slots among them, and reads the rest as one chain, each row from its own length. Before that is
-relied on, rows of each kind are prefilled afresh as well, once, and compared.
+After its prefill a prompt is kept whole, with what drafters read of it (`Scores.features`, embeddings, positions), so
+that they start as after a fresh prefill. A later prompt with the same media reuses the slots whose ids agree, which
+must include all image slots, and reads the rest as one chain, each row from its own length. The first time that a kind
+of row is continued, it is also prefilled from scratch and compared.
 
 Shapes: B rows, L prompt, N tokens to read, H heads, S slots, E head size, K kinds of ids, P rows of positions.
 """
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
     from visspec.models.decoder.target import HFDecoder
 
 LOGGER = logging.getLogger(__name__)
-ROOM = 1 << 29  # bytes
-ADAPTED = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # attributes of peft's layers
+ROOM = 1 << 29  # bytes, by default
+ADAPTED = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # attributes of peft layers
 
 
 class PromptKey(NamedTuple):
-    """What makes prompts equal. media: digest of everything that is not by id; least: slots that have to be shared,
-    up to the last one of an image, a video or a sound.
+    """Identity of a prompt. media: digest of everything that is not ids; least: slots that must be shared, up to the
+    last one of an image, a video or audio.
     """
 
     media: bytes
@@ -53,23 +53,23 @@ class PromptKey(NamedTuple):
         return self.ids.shape[1]
 
     def shared(self, other: PromptKey) -> int:
-        """Slots of this prompt that the other's can stand for: none where reading the rest costs as much as all."""
+        """Return how many slots of this prompt the other can supply; 0 if reading the rest costs as much as all."""
         if self.media != other.media or len(self.ids) != len(other.ids):
             return 0
-        most = min(self.length - 1, other.length)  # the last token is always read
+        most = min(self.length - 1, other.length)  # the last token is always processed
         differs = (self.ids[:, :most] != other.ids[:, :most]).any(axis=0)
         found = int(differs.argmax()) if differs.any() else most
         unread = self.length - found
         return found if found >= max(self.least, unread) and unread <= MAX_NODES else 0
 
     def cut(self, shared: int) -> PromptKey:
-        """The part of this prompt to be read for others that share so many slots of it, and for itself."""
+        """Return the part of this prompt to read first if others share `shared` slots of it; all of it if none does."""
         least = max(shared, self.least + 1, -(-self.length // 2), self.length - MAX_NODES)
         return self._replace(ids=self.ids[:, :least]) if shared else self
 
 
 class Prefix(NamedTuple):
-    """A prompt that was read. parts: positions (L, P); features (L, F) and embeddings (L, d), if drafters read them."""
+    """A processed prompt. parts: positions (L, P); features (L, F) and embeddings (L, d), if drafters read them."""
 
     key: PromptKey
     stores: list[Tensor]  # keys of all layers, then values: (H, L, E)
@@ -77,14 +77,14 @@ class Prefix(NamedTuple):
     bytes: int
 
 
-Start = tuple[Prefix, int]  # a prompt and how many of its slots another one takes
+Start = tuple[Prefix, int]  # a kept prompt, and how many of its slots are reused
 
 
 @dataclass(eq=False)
 class PrefixPlan:
-    """How the rows of a request are prefilled. keys: of its rows; known: what they start from, if it was kept before;
-    rows, first: those that are read before the others, and their request, as far as others share them; batch: makes a
-    request of rows by number, to be read afresh. Without `known` it is read as it is, and kept.
+    """How to prefill the rows of a request. keys: one per row; known: the kept prompt each row starts from, if any;
+    rows, first: the rows to read before the others, and a request of the parts that others share; batch: builds a
+    request of rows by number for a fresh prefill. Without `known`, the request is prefilled normally and kept.
     """
 
     cache: PrefixCache
@@ -97,9 +97,10 @@ class PrefixPlan:
 
 
 class PrefixCache:
-    """Prompts of one model, the least recently used of which leave where more than `room` bytes are held. hits, misses:
-    rows that started from a kept prompt, or from another of their batch, and the others. It is cleared when weights or
-    adapters change; `clear` it yourself after a change through `.data`, which PyTorch does not count.
+    """Kept prompts of one model, at most `room` bytes; the least recently used are evicted first.
+
+    hits: rows that started from a kept prompt or from another row of their batch; misses: all others. The cache is
+    cleared when weights or adapters change; call `clear` after a change through `.data`, which PyTorch does not track.
     """
 
     def __init__(self, room: int | None = None):
@@ -107,7 +108,7 @@ class PrefixCache:
         if not isinstance(room, int) or isinstance(room, bool) or room < 0:
             raise ValueError(f"prefix_cache: got {room!r}, expected a number of bytes, or 0 for none")
         self.room, self.bytes, self.hits, self.misses = room, 0, 0, 0
-        self.refused = ""  # why the model's prompts can't be continued
+        self.refused = ""  # why prompts of this model are not reused
         self._target: HFDecoder | None = None
         self._weights: tuple = ()
         self._kept: list[Prefix] = []  # the most recently used last
@@ -121,8 +122,8 @@ class PrefixCache:
             self._kept, self.bytes = [], 0
 
     def open(self, target: HFDecoder) -> PrefixCache | None:
-        """To be called before requests of a target; prompts of another one, or of other weights, are dropped. None:
-        nothing is to be kept.
+        """Prepare the cache for requests of a target; prompts of another target or of other weights are dropped.
+        Returns None if nothing can be kept.
         """
         if not self.room:
             return None
@@ -133,14 +134,14 @@ class PrefixCache:
             self.clear()
             self._target, self.refused = target, ""
             if target.states or target.rotary or target.restarts:
-                self.refused = "states, or rotations that depend on a prompt's length"
+                self.refused = "recurrent states, or rotary frequencies that depend on the prompt's length"
             elif target.widths is not None:
-                self.refused = "batch_invariant=True, under which a prompt is read in one pass"
+                self.refused = "batch_invariant=True, which prefills a prompt in one pass"
         return None if self.refused else self
 
     def find(self, keys: Sequence[PromptKey]) -> tuple[list[Start | None], dict[int, PromptKey]]:
-        """Of each row the kept prompt that shares most slots; and what is to be read first, by row: of rows that share
-        none with a kept prompt, nor with such a row before them.
+        """Return, per row, the kept prompt that shares the most slots; and, by row, what to read first: rows that share
+        nothing with a kept prompt or with an earlier such row.
         """
         with self._lock:
             known = [_longest(key, self._kept) for key in keys]
@@ -156,7 +157,7 @@ class PrefixCache:
     def put(
         self, keys: Sequence[PromptKey], rows: Sequence[int], state: State, scores: Scores, old: Sequence[Prefix] = ()
     ) -> list[Prefix]:
-        """Keep the prompts of these rows after their prefill, in place of old ones."""
+        """Keep the prompts of these rows after their prefill, replacing `old` ones."""
         slots, width = state.cache.slots, state.request.prompt.shape[1]
         if slots.length != width:
             self.refuse(f"{slots.length} slots of a prompt of {width} ids")
@@ -180,19 +181,19 @@ class PrefixCache:
         return made
 
     def refuse(self, why: str) -> None:
-        """No prompt is continued any more."""
+        """Stop reusing prompts."""
         self.refused = why
         self.clear()
-        LOGGER.info("prefix cache: got %s, expected prompts that can be continued; none is kept", why)
+        LOGGER.info("prefix cache: disabled because of %s", why)
 
     def prefill(self, target: HFDecoder, request: Request, plan: PrefixPlan) -> tuple[State, Scores]:
-        """`HFDecoder.prefill` of rows that start from prompts kept before, or from others of their batch."""
+        """Run `HFDecoder.prefill` for rows that start from kept prompts, or from other rows of their batch."""
         assert plan.batch is not None
         found = self._start(target, request, plan)
         return found or target.prefill(replace(request, inputs=plan.batch(range(len(plan.keys))).inputs))
 
     def _start(self, target: HFDecoder, request: Request, plan: PrefixPlan) -> tuple[State, Scores] | None:
-        """None where the model can't continue prompts."""
+        """Prefill from kept prompts; None if the model does not support it."""
         assert plan.batch is not None
         made: list[Prefix] = []
         if plan.first is not None:
@@ -217,18 +218,18 @@ class PrefixCache:
                 raise
             target.continues[kind] = False
         if not target.continues[kind]:
-            self.refuse("other distributions behind a prefix than after a fresh prefill")
+            self.refuse("a prefix changes the model's distributions compared with a fresh prefill")
             return None
         request.reused = [0 if b in plan.rows else n for b, (_, n) in enumerate(starts)]
         self.hits += len(starts) - len(plan.rows)
         users = Counter(id(p) for p, _ in starts)
-        grown = [b for b, (p, n) in enumerate(starts) if n == p.key.length and users[id(p)] == 1]  # a chat that goes on
+        grown = [b for b, (p, n) in enumerate(starts) if n == p.key.length and users[id(p)] == 1]  # a chat continues
         self.put([plan.keys[b] for b in grown], grown, state, scores, [starts[b][0] for b in grown])
         return state, scores
 
 
 def weights_version(model: nn.Module) -> tuple:
-    """A value that changes with the weights of a model and with the adapters in use."""
+    """Return a value that changes with the weights of a model and with the active adapters."""
     tensors = [*model.parameters(), *model.buffers()]
     version = [(id(x), x.data_ptr(), None if x.is_inference() else x._version) for x in tensors]
     adapters = [repr(vars(part)[name]) for part in model.modules() for name in ADAPTED if name in vars(part)]
@@ -236,7 +237,7 @@ def weights_version(model: nn.Module) -> tuple:
 
 
 def _longest(key: PromptKey, prompts: Sequence[Prefix]) -> Start | None:
-    """The prompt that shares most slots, the last of them if several do."""
+    """Return the prompt that shares the most slots, the last of them in case of a tie."""
     shared, n = max(((key.shared(p.key), n) for n, p in enumerate(prompts)), default=(0, 0))
     return (prompts[n], shared) if shared else None
 
@@ -244,8 +245,8 @@ def _longest(key: PromptKey, prompts: Sequence[Prefix]) -> Start | None:
 def resume(
     target: HFDecoder, request: Request, keys: Sequence[PromptKey], starts: Sequence[Start]
 ) -> tuple[State, Scores]:
-    """State and scores as after a prefill, raw logits among them: kept slots are copied, and what is behind them is
-    read in one pass.
+    """Return state and scores as after a prefill, including raw logits: copy the kept slots and read the rest in one
+    pass.
     """
     rows, device, prompt = list(range(len(starts))), request.prompt.device, request.prompt
     counts = [key.length - n for key, (_, n) in zip(keys, starts)]
@@ -260,7 +261,7 @@ def resume(
     positions_BNP = first_BP[:, None] + tree.depth[0, :, None]
     attention = target.masks.whole(tree.ancestor, tree.depth, slots.lengths, None, extent)
     ends, heads = sorted({c - 1 for c in counts}), "logits_to_keep" in signature(target.model.forward).parameters
-    more = {"logits_to_keep": to_device(ends, device)} if heads else {}  # the head is run where a row ends
+    more = {"logits_to_keep": to_device(ends, device)} if heads else {}  # run the head only where a row ends
     ids_BN = prompt.gather(1, column_BN)
     output, seen = target.forward(target.model, cache, attention, ids_BN, positions_BNP[..., -1], recorded=True, **more)
     at = [ends.index(c - 1) if heads else c - 1 for c in counts]
@@ -281,7 +282,7 @@ def resume(
 
 
 def _joined(starts: Sequence[Start], name: str, read_BNX: Tensor, counts: list[int], width: int) -> Tensor:
-    """What was kept of each row's prompt, and what was read behind it, to the right: (B, L, X)."""
+    """Concatenate the kept part of each row's prompt and the part read after it, right-aligned: (B, L, X)."""
     found = read_BNX.new_zeros(len(starts), width, read_BNX.shape[2])
     for row_LX, new_NX, count, (prefix, n) in zip(found, read_BNX, counts, starts):
         row_LX[width - count - n : width - count] = prefix.parts[name][:n]
@@ -290,11 +291,11 @@ def _joined(starts: Sequence[Start], name: str, read_BNX: Tensor, counts: list[i
 
 
 def following(position_P: Tensor) -> Tensor:
-    """Positions of the token after one: behind an image, M-RoPE goes on from the largest of its three."""
+    """Return the position of the next token: after an image, M-RoPE continues from the largest of its three rows."""
     return torch.cat([position_P[:-3], position_P[-3:].amax().expand(min(len(position_P), 3))]) + 1
 
 
 def _chain(size: int, device: torch.device) -> Tree:
-    """As `tree.chain`, which would keep one of every size."""
+    """Return a chain like `tree.chain`, without caching one for every size."""
     n = torch.arange(size, device=device)
     return Tree(n[None] - 1, n[None], (n[:, None] >= n)[None], size - 1, True)

@@ -1,10 +1,11 @@
-"""Asks a model, when it is wrapped, whether trees and ragged rows can be verified in it: structure, not names.
+"""Checks at wrap time, by running it, that a model supports tree attention and ragged batches.
 
-A small branching draft below two rows of very different length goes through `HFDecoder.verify`; the same path goes
-through the model alone, as a plain continuation of left-padded rows under transformers' own masks. What comes before
-the draft is made up, keys and values that no pass computed, so that hundreds of slots cost little: a window in some
-buffer of the model then sees other slots in the one pass than in the other. Two passes over a few tokens; nothing of
-the model changes. Windows beyond the slots tried (`LONG`, more where the configuration names one) are not seen.
+A small branching draft after two rows of very different length goes through `HFDecoder.verify`; the same path goes
+through the model alone, as a plain continuation of left-padded rows with transformers' own masks. The slots before the
+draft are made up, keys and values that no pass computed, so that hundreds of slots cost little; an attention window
+then reads different slots in the two passes, which shows in the logits. The probe takes two passes over a few tokens
+and leaves the model unchanged. Windows longer than the tried slots (`LONG`, or more if the configuration names one) go
+unnoticed.
 
 Shapes: R rows, N nodes, P nodes on the path, S slots, V vocabulary, H heads, E head size.
 """
@@ -37,28 +38,26 @@ if TYPE_CHECKING:
     from visspec.models.decoder.target import HFDecoder
 
 LOGGER = logging.getLogger(__name__)
-PARENT, PATH = (-1, 0, 0, 2, 2, 4), (0, 2, 4, 5)  # the path's slots are not its depths
-SHORT, LONG, LONGEST = 5, 512, 8192  # slots before the draft: of one row, of the other, and at most
+PARENT, PATH = (-1, 0, 0, 2, 2, 4), (0, 2, 4, 5)  # the path's slots differ from its depths
+SHORT, LONG, LONGEST = 5, 512, 8192  # slots before the draft: of the short row, of the long row, upper bound
 BESIDE_WINDOW = 16
-BEHIND_STATE = 8  # tokens that a state takes together and one by one: some models differ only in later ones
+BEHIND_STATE = 8  # tokens read together and one by one after a state: some models only differ in later ones
 EXPECTED = "a decoder of ids that attends by the mask and the positions it is given"
 SPECIAL = ("pad", "bos", "eos")
 FULL_PRECISION = (torch.float32, torch.float64)
-# relative errors that may be rounding: in float32; where integers are behind it; in half precision, times the root's,
-# within bounds
+# relative errors that may be rounding: in float32; with integer arithmetic; in half precision, as a multiple of the
+# root's error, and at most
 EXACT, COARSE, TIMES_ROOT, WRONG = 1e-3, 0.1, 10.0, 0.5
-SEEN = 4.0  # a change of media that is read moves the logits by so many times the rounding
-ROUGH = 1e-4  # an error of the root above it says that the arithmetic is coarse
+SEEN = 4.0  # changed media must move the logits by this multiple of the rounding
+ROUGH = 1e-4  # an error of the root above this means that the arithmetic is coarse
 
 
 class ProbeResult(NamedTuple):
-    fault: str | None = None  # what is wrong with the model
-    padding: bool = True  # whether rows padded at the left are continued as they would be without padding
-    error: float = (
-        0.0  # by how much a node's distribution differs from that of the same tokens one by one, of its spread
-    )
-    folds: bool = True  # whether its attention takes our keyword (`draft_attention`)
-    needs_mask: str = ""  # why it can't be told lengths and trees in place of a mask (`ragged`)
+    fault: str | None = None  # error message, if the model is not supported
+    padding: bool = True  # whether left-padded rows continue as they would without padding
+    error: float = 0.0  # difference between a node's logits in a draft and one by one, relative to their spread
+    folds: bool = True  # whether its attention passes our keyword on (`draft_attention`)
+    needs_mask: str = ""  # why it needs a mask instead of lengths and trees (`ragged`)
 
 
 _answers: dict[tuple, ProbeResult] = {}
@@ -67,27 +66,26 @@ _rows: dict[tuple, bool] = {}
 
 
 def check(target: HFDecoder) -> ProbeResult:
-    """What the model answers. Raises ValueError in one sentence where it can't be verified. Answers are kept by the
-    classes of its modules and its configuration.
+    """Probe the model. Raises ValueError if it is not supported. Results are cached by the classes of its modules and
+    its configuration.
     """
     model = target.model
     if target.device.type == "meta":
-        return ProbeResult()  # no numbers, nothing to ask
+        return ProbeResult()  # nothing can be computed
     backend, key = target.masks.backend, _key(target)
     answer = _answers.get(key)
     if answer is None:
-        with HOOKING, restore_after(model):  # one thread at a time asks, and no hooks come or go meanwhile
+        with HOOKING, restore_after(model):  # one thread at a time, and no hooks may change meanwhile
             attn_metadata = backend.name != ragged.MASK
             answer = _probe(target)
-            if attn_metadata and (
-                answer.fault is not None or backend.name == ragged.MASK
-            ):  # or it has refused in the middle
-                backend.refuse("other laws of a draft's nodes without a mask")
+            refused = answer.fault is not None or backend.name == ragged.MASK  # the pass itself may have failed
+            if attn_metadata and refused:
+                backend.refuse("different logits without a mask")
                 answer = _probe(target)._replace(needs_mask=backend.why)
             if answer.fault is not None and target.masks.groups > 1:
                 target.masks.groups = 1
                 answer = _probe(target)._replace(folds=False, needs_mask=answer.needs_mask)
-                LOGGER.info("%s: keys are repeated for heads that share them", type(model).__name__)
+                LOGGER.info("%s: keys and values are repeated for query heads that share them", type(model).__name__)
             _answers[key] = answer
     if not answer.folds:
         target.masks.groups = 1
@@ -97,8 +95,8 @@ def check(target: HFDecoder) -> ProbeResult:
         raise ValueError(answer.fault)
     if answer.error > EXACT and model.dtype in FULL_PRECISION:
         warnings.warn(
-            f"model: {type(model).__name__} computes a token's law differently beside others (by {answer.error:.2g} of"
-            " its spread), as quantised arithmetic may: tokens near a tie can fall otherwise than one by one",
+            f"model: {type(model).__name__} computes a token's logits differently in a batch of nodes (by"
+            f" {answer.error:.2g} of their spread), as quantized arithmetic may, so near-ties can fall differently.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -107,13 +105,13 @@ def check(target: HFDecoder) -> ProbeResult:
 
 def _key(target: HFDecoder) -> tuple:
     model, masks = target.model, target.masks
-    parts = frozenset(map(type, model.modules()))  # quantised or wrapped ones answer otherwise
+    parts = frozenset(map(type, model.modules()))  # quantized or wrapped modules may behave differently
     return parts, masks.groups, masks.backend.name, model.dtype, target.device.type, repr(model.config.to_dict())
 
 
 def pads(target: HFDecoder) -> bool:
-    """Whether rows padded at the left begin and go on as each does alone: six passes over a few tokens. Kept as the
-    answers of `check` are.
+    """Whether left-padded rows start and continue as each does alone, tested by six passes over a few tokens. Results
+    are cached as in `check`.
     """
     key = _key(target)
     if key not in _pads:
@@ -138,7 +136,7 @@ def _as_alone(target: HFDecoder) -> bool:
         )
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception:  # it needs more than ids: what can't be asked is not believed
+    except Exception:  # it needs more than ids; assume the worst
         return False
     return all(alike(target, padded, torch.cat(alone)) for padded, alone in pairs)
 
@@ -148,18 +146,18 @@ def joins(
 ) -> bool | None:
     """Check that two rows with concatenated media are read as each is alone.
 
-    The second row of the batch has changed media, so that a model that mixes up the rows gives other logits even if
-    the two rows show the same picture.
+    The second row of the batch has changed media, so that a model that mixes up the rows gives different logits even if
+    both rows show the same image.
 
     Args:
-        batch: makes one request of requests of one row.
-        changed: the second request with other media of the same shapes (`reflect`).
+        batch: Builds one request from requests of one row.
+        changed: The second request with other media of the same shapes (`reflect`).
 
     Returns:
-        None if the change does not move the logits by much more than rounding does, so that nothing can be said.
+        None if the change moves the logits by little more than rounding, which makes the test inconclusive.
 
     Raises:
-        Exception: what the model raises for a row alone.
+        Exception: Whatever the model raises for a row alone.
     """
 
     def logits(*rows: Request) -> Tensor:
@@ -181,7 +179,7 @@ def joins(
 
 
 def reflect(values: Tensor) -> Tensor:
-    """Floating values mirrored in the range of each column, which keeps columns that hold places valid."""
+    """Mirror floating-point values within the range of each column, so that columns of coordinates stay valid."""
     if not values.is_floating_point() or not values.numel() or values.dim() < 2:
         return values
     flat = values.flatten(0, -2)
@@ -189,7 +187,7 @@ def reflect(values: Tensor) -> Tensor:
 
 
 def alike(target: HFDecoder, found_RPV: Tensor, expected_RPV: Tensor) -> bool:
-    """Whether distributions differ by no more than rounding."""
+    """Whether distributions are equal up to rounding."""
     exact = _exact(target.model)
     limit = EXACT if exact and target.rounding <= EXACT else COARSE
     return _difference(found_RPV.float(), expected_RPV.float(), exact)[0] <= limit
@@ -199,13 +197,13 @@ def _probe(target: HFDecoder) -> ProbeResult:
     name = type(target.model).__name__
     exact, error = _exact(target.model), 0.0
     try:
-        if target.states:  # several tokens behind a state, as if they came one by one
+        if target.states:  # several tokens after a state must equal the same tokens one by one
             together, apart = _alone(target, 0, (1, BEHIND_STATE)), _alone(target, 0, (1,) * (1 + BEHIND_STATE))
             error, limit = _difference(together, apart, exact)
             if error > limit:
                 return ProbeResult(_unlike(name, error))
         tree_RPV = _in_a_draft(target)
-        # others only where the first differs: models that let a prompt see its own end are causal step by step alone
+        # try other references only if the first differs: models whose prompt is bidirectional are causal only stepwise
         once, one_by_one = (len(PATH),), (1,) * len(PATH)
         for widths, padding in ((once, True), (one_by_one, True), (one_by_one, False)):
             if padding:
@@ -216,35 +214,35 @@ def _probe(target: HFDecoder) -> ProbeResult:
             if error <= limit:
                 return ProbeResult(padding=padding, error=error)
     except (MemoryError, torch.OutOfMemoryError):
-        raise  # says nothing of the model
+        raise  # unrelated to the model's structure
     except Exception as raised:
         said = str(raised).split("\n")[0].replace(". ", ", ").rstrip(".")
         if said.startswith("model: "):
-            return ProbeResult(said)  # our own cache has found the fault
+            return ProbeResult(said)  # our own cache found the fault
         return ProbeResult(f"model: {name} can't run a draft ({type(raised).__name__}: {said}), expected {EXPECTED}")
     return ProbeResult(_unlike(name, error))
 
 
 def _unlike(name: str, error: float) -> str:
     return (
-        f"model: {name} gives a draft's nodes other laws than the same tokens one by one (by {error:.2g} of their"
+        f"model: {name} gives different logits for a draft than for the same tokens one by one (by {error:.2g} of their"
         f" spread), expected {EXPECTED}"
     )
 
 
 def _exact(model: PreTrainedModel) -> bool:
-    """Whether it claims to compute in float32 or better."""
+    """Whether the model computes in float32 or better, judged by its dtype."""
     return model.dtype in FULL_PRECISION and not getattr(model, "is_quantized", False)
 
 
 def _difference(tree_RPV: Tensor, path_RPV: Tensor, exact: bool) -> tuple[float, float]:
-    """The greatest difference of distributions relative to their spread, and the greatest that rounding explains."""
+    """Return the largest difference of logits relative to their spread, and the largest that rounding explains."""
     if not bool(path_RPV.isfinite().all()):
-        return 0.0, 0.0  # weights that give no numbers say nothing of the structure
+        return 0.0, 0.0  # weights that give NaN or inf say nothing about the structure
     spread_RP = (path_RPV - path_RPV.mean(dim=-1, keepdim=True)).norm(dim=-1)
     error_RP = (tree_RPV - path_RPV).norm(dim=-1) / spread_RP.clamp(min=torch.finfo(torch.float32).tiny)
     root = float(error_RP[0, 0])
-    # in coarse arithmetic single nodes may go far astray (an expert chosen by a hair), whole rows may not
+    # in coarse arithmetic single nodes may be far off (an expert chosen by a hair), but not most nodes of a row
     coarse = root > ROUGH or not exact
     error = error_RP.median(dim=-1).values.max() if coarse else error_RP.max()
     if exact:
@@ -253,12 +251,12 @@ def _difference(tree_RPV: Tensor, path_RPV: Tensor, exact: bool) -> tuple[float,
 
 
 class _RandomSlots(SlotCache):
-    """Slots whose committed keys are zero and values random, made for one layer at a time: no memory to speak of."""
+    """Slots with zero keys and random values, created for one layer at a time to save memory."""
 
     def __init__(self, values_RSE: Tensor, lengths: list[int]):
         super().__init__(len(values_RSE))
         self.made_up, self.lengths = values_RSE, lengths
-        self.steps: dict[int, list[tuple[Tensor, Tensor]]] = {}  # what earlier passes wrote behind them, by layer
+        self.steps: dict[int, list[tuple[Tensor, Tensor]]] = {}  # keys and values of earlier passes, by layer
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         rows, heads, _, size = value.shape
@@ -275,18 +273,18 @@ class _RandomSlots(SlotCache):
 
 
 def _values(target: HFDecoder) -> Tensor:
-    """Made-up values of a long and a short row, each from its first slot on: (2, S, 64)."""
+    """Return made-up values of a long and a short row, each from its first slot on: (2, S, 64)."""
     text = target.model.config.get_text_config()
     named = [v + BESIDE_WINDOW for k, v in text.to_dict().items() if "window" in k and type(v) is int]
     room = getattr(text, "max_position_embeddings", None) or LONGEST
     long = max(min(max([LONG, *named]), LONGEST, room - len(PARENT)), SHORT + 1)
     values_RSE = torch.randn(2, long, 64, generator=torch.Generator().manual_seed(0))
-    values_RSE[0] *= long**0.5  # the mean over many of them is then as large as that over few
+    values_RSE[0] *= long**0.5  # makes the mean over many values as large as that over few
     return values_RSE
 
 
 class _StockLayer(SlotLayer):
-    """A layer that hands out no more than its window, where it has one, as those of transformers' own cache."""
+    """A layer that returns no more than its window, if it has one, like those of transformers' own cache."""
 
     def __init__(self, slots: SlotCache, index: int, window: int):
         super().__init__(slots, index)
@@ -298,7 +296,7 @@ class _StockLayer(SlotLayer):
 
 
 class _StockSlots(SlotLayers):
-    """Made-up slots as transformers' own cache keeps them."""
+    """Made-up slots behind the interface of transformers' own cache."""
 
     def __init__(self, windows: dict[int, int], slots: _RandomSlots, states: dict[int, Any]):
         super().__init__(len(slots.lengths))
@@ -317,7 +315,7 @@ class _StockSlots(SlotLayers):
 
 
 def _tokens(target: HFDecoder) -> Tensor:
-    """Ordinary ids for the draft's nodes, (1, N)."""
+    """Return ordinary ids for the draft's nodes, (1, N)."""
     text = target.model.config.get_text_config()
     special = target.capabilities.never_drafted | {getattr(text, f"{name}_token_id", None) for name in SPECIAL}
     ordinary = [i for i in range(target.capabilities.vocab) if i not in special]
@@ -326,8 +324,9 @@ def _tokens(target: HFDecoder) -> Tensor:
 
 
 def check_rows(target: HFDecoder) -> None:
-    """Raises ValueError unless a row's logits are bit for bit those that it has alone, and in a pass over more nodes:
-    three passes, kept as the answers of `check` are. What `PassWidths` does not know of is found here.
+    """Raise ValueError unless a row's logits equal, bit for bit, those it has alone and in a pass over more nodes.
+
+    This takes three passes, cached as in `check`, and finds what `PassWidths` does not model.
     """
     key = *_key(target), torch.get_num_threads()
     if key not in _rows:
@@ -337,19 +336,19 @@ def check_rows(target: HFDecoder) -> None:
             _rows[key] = torch.equal(both_RPV[1:], short_RPV) and torch.equal(short_RPV[:, :1], one_RPV)
     if not _rows[key]:
         raise ValueError(
-            f"batch_invariant: got {type(target.model).__name__}, whose logits differ beside other rows and nodes, so"
-            " leave it out here"
+            f"batch_invariant: the logits of {type(target.model).__name__} depend on other rows and nodes of a pass."
+            " Leave batch_invariant out."
         )
 
 
 def _in_a_draft(
     target: HFDecoder, chain: bool = False, rows: Sequence[int] = (LONG, SHORT), nodes: int = len(PARENT)
 ) -> Tensor:
-    """Logits of the path's nodes, from a pass over the tree, or over the path alone as a chain: (R, P, V).
+    """Return logits (R, P, V) of the path's nodes, from a pass over the tree, or over the path alone as a chain.
 
     Args:
         rows: The long row, the short one, or both.
-        nodes: Of the chain, at most.
+        nodes: Maximum number of nodes of the chain.
     """
     parent, path = _shape(target)
     tokens_RN = _tokens(target).repeat(len(rows), 1)
@@ -374,14 +373,14 @@ def _in_a_draft(
 
 
 def _shape(target: HFDecoder) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The draft's parents and the path in it, as far as the target takes trees: the path is of one length."""
+    """Return the draft's parents and the path in it; for targets without trees, a chain of the same length."""
     if target.capabilities.trees:
         return PARENT, PATH
     return tuple(range(-1, len(PATH) - 1)), tuple(range(len(PATH)))
 
 
 def _padded_passes(target: HFDecoder, widths: tuple[int, ...]) -> Tensor:
-    """The same of the path without its siblings, so many tokens a pass, the short row padded at the left: (R, P, V)."""
+    """Return the path's logits (R, P, V) without siblings, `widths` tokens per pass, with the short row left-padded."""
     values_RSE = _values(target)
     long = values_RSE.shape[1]
     values_RSE[1] = values_RSE[1].roll(-SHORT, 0)
@@ -391,7 +390,7 @@ def _padded_passes(target: HFDecoder, widths: tuple[int, ...]) -> Tensor:
 
 
 def _alone(target: HFDecoder, row: int, widths: tuple[int, ...]) -> Tensor:
-    """The same of one row by itself: (1, P, V)."""
+    """Return the path's logits (1, P, V) of one row by itself."""
     length = [None, SHORT][row]
     values_RSE = _values(target)[row : row + 1, :length]
     return _plain_continuation(target, _RandomSlots(values_RSE, [values_RSE.shape[1]]), widths)
@@ -400,7 +399,7 @@ def _alone(target: HFDecoder, row: int, widths: tuple[int, ...]) -> Tensor:
 def _plain_continuation(
     target: HFDecoder, slots: _RandomSlots, widths: tuple[int, ...], real_RS: Tensor | None = None
 ) -> Tensor:
-    """Logits of the path as a plain continuation, under transformers' own mask."""
+    """Return logits of the path as a plain continuation with transformers' own mask."""
     rows, size, before = len(slots.lengths), sum(widths), slots.length
     cache = _StockSlots(target.cached, slots, state_layers(target.model.config) if target.states else {})
     ids_RP = _tokens(target)[:, _shape(target)[1]].repeat(rows, -(-size // len(PATH)))[:, :size]
@@ -423,7 +422,7 @@ def _plain_continuation(
 
 @contextmanager
 def restore_after(model: nn.Module) -> Iterator[None]:
-    """Runs the model as for inference and leaves everything as it was: modes, buffers, hooks, random numbers."""
+    """Run the model in inference mode and restore everything after: modes, buffers, hooks, random number generators."""
     kept = [(module, dict(vars(module)), _dictionaries(module)) for module in model.modules()]
     inner = [(buffer, buffer.clone()) for module in rotary.modules(model) for buffer in module.buffers()]
     devices = [] if model.device.type != "cuda" else [model.device]
@@ -438,14 +437,14 @@ def restore_after(model: nn.Module) -> Iterator[None]:
                 for name in here.keys() - before.keys():
                     del here[name]
                 for name, value in before.items():
-                    if here.get(name, here) is not value:  # other threads may be running the model
+                    if here.get(name, here) is not value:  # skip unchanged entries: other threads may run the model
                         here[name] = value
         with torch.no_grad():
-            for buffer, values in inner:  # some are written in place
+            for buffer, values in inner:  # some models update them in place
                 buffer.copy_(values)
 
 
 def _dictionaries(module: nn.Module) -> list[tuple[dict, dict]]:
-    """Its buffers and hooks, with what is in them: models install hooks of their own at their first pass."""
+    """Return a module's buffers and hooks with their contents: some models install hooks at their first pass."""
     inside = [value for name, value in vars(module).items() if name == "_buffers" or name.startswith("_forward_")]
     return [(value, dict(value)) for value in inside]

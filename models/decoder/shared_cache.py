@@ -1,8 +1,9 @@
 """Drafters that attend to the target's own keys and values, as transformers loads them (Gemma 4's assistants).
 
-They have no cache: every drafted node is one pass over its token's embedding and the hidden state above it, at the
-position of the pending token, with the target's keys and values of one layer of each kind. transformers drives them at
-batch size 1, as chains; here rows may be ragged, and as nodes do not see each other, a level of a tree is one pass too.
+They have no cache: every drafted node is one pass over its token's embedding and its parent's hidden state, at the
+position of the pending token, with the target's keys and values of one layer of each kind. transformers runs them at
+batch size 1, as chains; here rows may be ragged, and because nodes do not see each other, a level of a tree is one pass
+as well.
 
 Shapes: B rows, W nodes of a level, S slots, d hidden size, V vocabulary.
 """
@@ -24,19 +25,19 @@ from visspec.models.drafting.structure import Chain, ranking
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-LEVELS = 5  # where the assistant's generation configuration names no number
+LEVELS = 5  # if the assistant's generation configuration has no number
 
 
 def shares_cache(spec: nn.Module) -> bool:
-    """Whether a model reads another's keys and values."""
+    """Whether a model reads another model's keys and values."""
     named = "shared_kv_states" in inspect.signature(spec.forward).parameters
     return named and hasattr(getattr(spec, "config", None), "backbone_hidden_size")
 
 
 class SharedCache(Drafter):
-    """Drafts from `assistant`, loaded for `model`. width > 1: trees of at most `nodes` nodes instead of chains.
+    """Drafts from `assistant`, loaded for `model`. With width > 1, trees of at most `nodes` nodes instead of chains.
 
-    Raises ValueError where it was made for another target.
+    Raises ValueError if the assistant was made for another target.
     """
 
     saved_as = "model"
@@ -55,13 +56,13 @@ class SharedCache(Drafter):
         self.window, self.width, self.nodes = int(own.sliding_window or 0), width, nodes
         named = getattr(getattr(assistant, "generation_config", None), "num_assistant_tokens", None)
         self.traits = DrafterTraits(levels=named or LEVELS, feature_layers=LAST, trees=width > 1, joins=True)
-        self.assistant = copy.copy(assistant)  # shares all weights; takes masks as they are
+        self.assistant = copy.copy(assistant)  # shares all weights, but takes masks unchanged
         vars(self.assistant)["create_attention_masks"] = lambda _, attention_mask, __: attention_mask
         self.embed = model.get_input_embeddings()
 
     def start(self, state: State, scores: Scores) -> None:
         assert scores.features is not None
-        state.memory = scores.features[:, -1]  # (B, d) above the pending token
+        state.memory = scores.features[:, -1]  # (B, d) of the token before the pending one
 
     def propose(self, state: State, depth: int) -> Draft:
         read = self._reader(state)
@@ -85,7 +86,7 @@ class SharedCache(Drafter):
         return tree_builder.finish(self.nodes)
 
     def _reader(self, state: State) -> Read:
-        """A pass of the assistant over nodes of this round: (tokens (B, W), hidden (B, W, d)) to (logits, hidden)."""
+        """Return a function that runs the assistant over nodes of this round: (tokens, hidden) to (logits, hidden)."""
         assert state.target is not None
         stored, held_BS = state.target.stored(state, list(self.layers.values()))
         shared = dict(zip(self.layers, stored))
@@ -100,14 +101,14 @@ class SharedCache(Drafter):
                 position_ids=position_B[:, None].expand(-1, token_BW.shape[1]),
                 shared_kv_states=shared,
                 use_cache=False,
-                output_hidden_states=token_BW.shape[1] > 1,  # transformers 5.23 slices what it keeps, None included
+                output_hidden_states=token_BW.shape[1] > 1,  # transformers 5.23 slices the hidden states, even if None
             )
             return output.logits, output.last_hidden_state
 
         return read
 
     def _masks(self, shared: dict, held_BS: Tensor | None, width: int, dtype: torch.dtype) -> dict[str, Tensor | None]:
-        """By kind of layer, (B, 1, W, S): all committed tokens, and the last of them within the window."""
+        """Return a mask (B, 1, W, S) per kind of layer: all committed tokens, or the last ones within the window."""
         keys = next(iter(shared.values()))[0]
         if held_BS is None:
             if "sliding_attention" not in shared or keys.shape[2] <= self.window + 1:
@@ -132,8 +133,8 @@ class SharedCache(Drafter):
 
 
 def providers(text: PreTrainedConfig) -> dict[str, int]:
-    """By kind of attention, the layer whose keys and values are handed on: the one that stores them for later layers,
-    else the last.
+    """Return, per kind of attention, the layer whose keys and values are shared: the one that stores them for later
+    layers, else the last.
     """
     modes = getattr(text, "kv_sharing_modes", None) or [None] * text.num_hidden_layers
     found: dict[str, int] = {}

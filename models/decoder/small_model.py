@@ -1,6 +1,6 @@
-"""A smaller transformers model as drafter; vision-language models get the image, text models drop it.
+"""A smaller transformers model as drafter. Vision-language models get the image; text models get the prompt without it.
 
-transformers' assisted generation passes no pixels to a vision-language assistant, supports batch size 1 only and
+transformers' assisted generation passes no pixels to a vision-language assistant, only supports batch size 1, and
 repeats its prefill. Here the small model has a slot cache per request, and rollback copies nothing. Shapes: B rows,
 M tokens to catch up with, V vocabulary.
 """
@@ -23,15 +23,15 @@ from visspec.models.drafting.structure import Chain, StructuredDrafter
 from visspec.models.runner.compiled import compiled_passes
 from visspec.types import Draft, DrafterTraits, Outcome, Request, Scores, State, Verdict
 
-READS = 4096  # tokens; a long prompt would cost a small model as large a part of the time as it is of the target's size
+READS = 4096  # tokens; reading a long prompt costs a share of the target's prefill, so small models skip most of it
 VOCABULARY_PADDING = 1024  # models of one family pad their vocabulary differently; the used ids are the same
 
 
 class SmallModel(StructuredDrafter):
-    """Chains from `small`, a loaded transformers model with the target's tokenizer.
+    """Drafts chains with `small`, a loaded transformers model that has the target's tokenizer.
 
-    reads: most tokens of a prompt that a small model without pictures reads, its first and the last ones; None for all.
-    Raises ValueError when the vocabularies differ by more than padding.
+    reads: how many tokens of a prompt a small text model reads at most, its first one and the last ones; None for all.
+    Raises ValueError if the vocabularies differ by more than padding.
     """
 
     saved_as = "model"
@@ -74,7 +74,7 @@ class SmallModel(StructuredDrafter):
 
         def prefill(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
             model_kwargs.pop(CACHE, None)
-            # greedy: distributions come unwarped
+            # no sampling arguments, so that distributions are not warped
             own = Request(inputs=model_kwargs, prompt=input_ids, max_new_tokens=request.max_new_tokens)
             kept["state"] = self.target.prefill(own)[0]
             return input_ids
@@ -95,7 +95,7 @@ class SmallModel(StructuredDrafter):
         return torch.isin(ids, torch.tensor(self.content, device=ids.device, dtype=ids.dtype))
 
     def _blind(self, request: Request) -> dict[str, Any]:
-        """The prompt without image content, left-padded again."""
+        """Return the prompt without image content, left-padded again."""
         prompt = request.prompt
         keep = ~self._is_content(prompt)
         if (attention := request.inputs.get("attention_mask")) is not None:
@@ -104,7 +104,7 @@ class SmallModel(StructuredDrafter):
         longest = int(keep.sum(dim=1).max())
         ids, keep = torch.where(keep, prompt, 0).gather(1, order)[:, -longest:], keep.gather(1, order)[:, -longest:]
         if self.reads is not None and self.reads < longest:
-            # rows that are longer than that keep their first token, without which many models write nonsense
+            # longer rows keep their first token, without which many models degenerate
             first = keep.long().argmax(dim=1, keepdim=True)
             start = torch.arange(longest - self.reads, longest, device=ids.device).expand(len(ids), -1).clone()
             start[:, :1] = torch.minimum(start[:, :1], first)
@@ -121,7 +121,7 @@ class SmallModel(StructuredDrafter):
                 logits_BV = self._logits(memory, trees.empty_draft(chain.tokens[-1]))[:, -1]
                 memory.advance([1] * len(state.rows))
             chain.add(logits_BV[:, : self.vocab])
-        memory.drafted = depth - 1  # the last token was proposed, not read
+        memory.drafted = depth - 1  # the last token was proposed, but not read
         draft = chain.finish()
         if draft.q is None:
             return draft
@@ -129,11 +129,11 @@ class SmallModel(StructuredDrafter):
         return replace(draft, q=Categorical(p=nn.functional.pad(q, (0, self.full - q.shape[-1]))))
 
     def _logits(self, memory: _SmallModelState, draft: Draft) -> Tensor:
-        """(B, M, V) after each token of a draft of its own."""
+        """Return logits (B, M, V) after each token of a draft for the small model."""
         return categorical(self.target.verify(memory.own, draft).distribution).logits
 
     def _catch_up(self, state: State, memory: _SmallModelState) -> Tensor:
-        """Process tokens committed since the last draft: (B, V) logits after each row's pending token."""
+        """Process tokens committed since the last draft and return logits (B, V) after each row's pending token."""
         behind = memory.unread
         width = max(map(len, behind))
         padded = [tokens + [0] * (width - len(tokens)) for tokens in behind]
@@ -162,11 +162,11 @@ class SmallModel(StructuredDrafter):
 
 
 class _SmallModelState:
-    """The small model's state and the tokens it has not processed."""
+    """The small model's state and the tokens that it has not processed."""
 
     def __init__(self, own: State, state: State):
         self.own = own
-        self.drafted = 0  # drafted tokens that are in the small cache
+        self.drafted = 0  # drafted tokens in the small model's cache
         self.own.position = self.own.position + 1
         self.unread = [state.tokens[row][-1:] for row in state.rows]
 
@@ -176,7 +176,7 @@ class _SmallModelState:
         self.own.position = self.own.position + to_device(counts, self.own.position.device)
 
     def commit(self, outcome: Outcome) -> None:
-        """Keep accepted drafted tokens in the cache, drop the others, and store the tokens to be processed."""
+        """Keep accepted drafted tokens in the cache, drop the others, and queue the tokens to be processed."""
         held = [min(len(path) - 1, self.drafted) for path in outcome.path]
         self.advance([h - self.drafted for h in held])
         self.unread = [unread + tokens[h:] for unread, tokens, h in zip(self.unread, outcome.tokens, held)]

@@ -1,7 +1,7 @@
 """Any stock transformers decoder as a target, run unmodified through its mask, positions and cache.
 
-Covers plain text decoders and vision-language models alike: differences are read from the model's
-configuration once (`describe`). Shapes: B rows, L prompt, N nodes, S slots, V vocabulary, F features, d hidden size.
+It covers text decoders and vision-language models alike: differences are read from the model's configuration once
+(`describe`). Shapes: B rows, L prompt, N nodes, S slots, V vocabulary, F features, d hidden size.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ from visspec.models.runner.widths import PassWidths
 from visspec.sampling import process, warp
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State
 
-# earlier versions return only the listed layers, without embeddings, so request all (tested with 5.17)
+# earlier versions return only the listed layers, without embeddings, so all are requested (tested with 5.17)
 LISTED_FEATURES = Version(transformers.__version__) >= Version("5.23")
 LAST = (-1,)
 ATTENDING = frozenset({"full_attention", "sliding_attention"})
 ATTENTION_WITH_TREES = {"sdpa", "eager"}
 CROSS_ATTENDED = ("encoder_hidden_states", "encoder_outputs", "cross_attention_states")
-MOST_POSITIONS = 1 << 20  # longer prompts are prepared like one of this length
+MOST_POSITIONS = 1 << 20  # longer prompts are checked as if they had this length
 CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
 
 
 class HFDecoder(RunningTarget):
-    """A loaded model as a `Target`. Weights, configuration and attention backend stay as they are.
+    """A loaded model as a `Target`. Weights, configuration and attention backend are not changed.
 
     `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm, n + 1 of n layers =
-    last, before it), concatenated for the drafter; `embeddings` adds the prompt's input embeddings, `states` what the
-    head reads ("states" in `aux`, of all passes) for training. Raises ValueError
-    for a model that can't be verified with trees or chains (encoder-decoder, recurrent layers, attention backends that
-    take no 4-D mask), or that fails `probe`; `check=False` disables the probe. `compile`: see `compiled_passes`.
+    last, before it), concatenated for the drafter; `embeddings` adds the prompt's input embeddings, and `states` adds
+    the LM head's input ("states" in `aux`, for all passes) for training. Raises ValueError for a model that cannot be
+    verified with trees or chains (encoder-decoders, recurrent layers, attention backends without 4-D masks), or that
+    fails `probe`; `check=False` disables the probe. `compile`: see `compiled_passes`.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class HFDecoder(RunningTarget):
         self.decoder = model.get_decoder()
         self.cache_name: str = cache_argument(model.forward) or cache_argument(self.decoder.forward) or CACHE
         self._prepared_cache = cache_argument(model.prepare_inputs_for_generation) or CACHE
-        floating = (p.dtype for p in self.decoder.parameters() if p.is_floating_point())  # packed weights: integers
+        floating = (p.dtype for p in self.decoder.parameters() if p.is_floating_point())  # quantized weights: integers
         name, dtype = draft_attention.implementation(text), next(floating, torch.float32)
         wanted = attention or (None if check else ragged.MASK)
         backend = ragged.choose(self.decoder, text, name, dtype, self.device, wanted)
@@ -107,7 +107,7 @@ class HFDecoder(RunningTarget):
         answer = probe.check(self) if check else probe.ProbeResult()
         self.padding, self.rounding = answer.padding, answer.error
         self._pads: bool | None = None
-        self.continues: dict[tuple, bool] = {}  # whether prompts of a kind can start from a kept one (`prefix`)
+        self.continues: dict[tuple, bool] = {}  # whether prompts of a kind can start from a kept prompt (`prefix`)
         hooked = "" if self.last_layer is None else "a drafter that reads its last layer"
         why = "layers that keep a state" if self.states else hooked
         self.joins: dict[Hashable, bool] = {}  # whether media of a kind can be concatenated (`probe.joins`)
@@ -115,7 +115,7 @@ class HFDecoder(RunningTarget):
         self.layer_subset = LayerSubset(model, self.decoder)
 
     def fix_widths(self) -> None:
-        """Compute each row as it is alone. Drafts are chains, and attention takes a mask."""
+        """Make each row's result independent of the batch. Drafts become chains, and attention takes a mask."""
         self.capabilities = replace(self.capabilities, trees=False)
         self.masks.backend = ragged.Backend(ragged.MASK, why="batch_invariant=True")
         self.widths = invariant.pass_widths(self)
@@ -124,12 +124,12 @@ class HFDecoder(RunningTarget):
 
     def record(self, asked: bool | None) -> None:
         text = self.model.config.get_text_config()
-        if not self.head_states:  # a recording gives none
+        if not self.head_states:  # CUDA graphs do not return them
             self.recorder = graphed_forward(asked, self.model, self.decoder, self.masks, text, bool(self.states))
 
     @property
     def device(self) -> torch.device:
-        """Device of ids and distributions; offloaded weights are on no device between passes."""
+        """Device of ids and distributions. Offloaded weights are on the meta device between passes."""
         device, hook = self.model.device, getattr(self.model, "_hf_hook", None)
         return device if device.type != "meta" else torch.device(getattr(hook, "execution_device", device))
 
@@ -156,7 +156,7 @@ class HFDecoder(RunningTarget):
         inputs[self._prepared_cache] = cache
         arguments = self.model.prepare_inputs_for_generation(request.prompt, is_first_iteration=True, **inputs)
         dropped = inputs.get("position_ids") is not None and arguments.get("position_ids") is None
-        # preparation may give it another name, or drop it while it is empty: the model would create its own
+        # preparation may rename the cache, or drop it while it is empty and let the model create its own
         arguments = {name: value for name, value in arguments.items() if value is not cache}
         arguments[self.cache_name] = cache
         arguments.update(self._outputs)
@@ -164,7 +164,7 @@ class HFDecoder(RunningTarget):
         with DecoderRecorder(self.decoder, self.last_layer) as seen, turning:
             output = self.model(**arguments, return_dict=True)
         positions = seen.get("position_ids")
-        if dropped and (positions is None or positions.dim() == 3):  # where it goes on is unknown
+        if dropped and (positions is None or positions.dim() == 3):  # the next position is unknown
             raise ValueError(f"model: {type(self.model).__name__} counts positions itself, expected position_ids")
         cache.check_written(self.model, self.cached)
         cache.prompt = cache.slots.nodes
@@ -195,11 +195,11 @@ class HFDecoder(RunningTarget):
         return state, scores
 
     def cache(self, rows: int, answer: int = 0, lean: bool = False) -> SlotLayers:
-        """An empty cache."""
+        """Return an empty cache."""
         return SlotLayers(rows, answer, lean, state_layers(self.model.config) if self.states else None)
 
     def _check_request(self, request: Request, length: int) -> None:
-        """Raises ValueError for unsupported requests, before any pass."""
+        """Raise ValueError for unsupported requests, before any pass."""
         for name in CROSS_ATTENDED:
             if request.inputs.get(name) is not None:
                 raise ValueError(f"{name}: got states that every pass attends to, expected images in the prompt")
@@ -211,8 +211,8 @@ class HFDecoder(RunningTarget):
         longest = request.prompt.shape[1] + request.max_new_tokens - 1
         if restarts(self.model, length, min(longest, MOST_POSITIONS)):
             raise ValueError(
-                f"max_new_tokens: got {request.max_new_tokens} behind a prompt of {length}, expected an answer that"
-                f" ends before, or a prompt beyond, where {type(self.model).__name__} computes its cache anew"
+                f"max_new_tokens: got {request.max_new_tokens} after a prompt of {length}, but"
+                f" {type(self.model).__name__} recomputes its cache within that range; use fewer new tokens"
             )
 
     def _note_padding(self, slots: SlotCache, real_BL: Tensor) -> None:
@@ -224,7 +224,7 @@ class HFDecoder(RunningTarget):
         slots.padding = real_BL
 
     def verify(self, state: State, draft: Draft) -> Scores:
-        """One pass over all nodes of all rows. Scores for (B, N)."""
+        """Run one pass over all nodes of all rows. Returns scores for (B, N)."""
         found = self.replayed(
             state,
             lambda: (draft.tree, (draft.value, state.position[:, None] + draft.tree.depth)),
@@ -255,7 +255,7 @@ class HFDecoder(RunningTarget):
         return law
 
     def _eager(self, state: State, draft: Draft) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Logits, features and states (B, N) of a pass that is not recorded."""
+        """Return logits, features and head states (B, N) of a pass without a CUDA graph."""
         model = self.runs(self.model, state, lambda model, dummy: self._pass(model, state, dummy)[0].logits)
         past, size = state.cache.past, draft.tree.size
         if past is None:
@@ -284,7 +284,7 @@ class HFDecoder(RunningTarget):
         return kept, slots.held(self.device)
 
     def _pass(self, model: PreTrainedModel, state: State, draft: Draft) -> tuple[Any, dict[str, Any]]:
-        """The output of `model`, and what its decoder was seen to take and give."""
+        """Run `model` on a draft. Returns its output, and the decoder's recorded inputs and outputs."""
         slots: SlotCache = state.cache.slots
         last = draft.tree.size - 1
         if self.widths is not None:
@@ -309,7 +309,7 @@ class HFDecoder(RunningTarget):
         recorded: bool = False,
         **more: object,
     ) -> tuple[Any, dict[str, Any]]:
-        """The output of `model`, and what its decoder was seen to take and give."""
+        """Run `model`. Returns its output, and the decoder's recorded inputs and outputs."""
         recorded = recorded or self.watched or self.head_states or self.last_layer is not None
         switched = draft_attention.switched(self.configs if draft_attention.NAME in attention else ())
         with DecoderRecorder(self.decoder, self.last_layer) if recorded else nullcontext({}) as seen, switched:
@@ -341,8 +341,8 @@ class HFDecoder(RunningTarget):
 
     @property
     def pads(self) -> bool:
-        """Rotary frequencies that depend on the longest prompt change the shorter ones, and so do positions that count
-        padding; a limit at which the cache is dropped is one of each prompt.
+        """Whether left-padding leaves each row's result unchanged. Not with rotary frequencies that depend on the
+        longest prompt, with positions that count padding, or if the model drops its cache at some length.
         """
         if self._pads is None:
             fixed = not self.rotary and not self.restarts
@@ -364,16 +364,16 @@ class HFDecoder(RunningTarget):
 
 
 def _of(values_BTX: Tensor, at_BN: Tensor | None) -> Tensor:
-    """Entries of a pass by their index, (B, N, X); None: all of them."""
+    """Gather entries of a pass by index, (B, N, X); with None, return all of them."""
     if at_BN is None:
         return values_BTX
     return gather_rows(values_BTX, at_BN)
 
 
 def _last_position(positions: Tensor) -> Tensor:
-    """The position of each row's last prompt token, (1|B,); generate continues from it, also with M-RoPE.
+    """Return the position of each row's last prompt token, (1|B,); generate continues from it, also with M-RoPE.
 
-    Raises ValueError when its M-RoPE rows (time, height, width) differ: the prompt ends inside an image or a video.
+    Raises ValueError if its M-RoPE rows (time, height, width) differ: the prompt ends inside an image or a video.
     """
     if positions.dim() == 2:
         return positions[:, -1]
@@ -384,7 +384,7 @@ def _last_position(positions: Tensor) -> Tensor:
 
 
 def describe(model: PreTrainedModel, features: tuple[int, ...] = ()) -> Capabilities:
-    """Capabilities of a loaded model, from its configuration. Raises ValueError for unsupported models."""
+    """Read the capabilities of a loaded model from its configuration. Raises ValueError for unsupported models."""
     try:
         return _capabilities(model, features)
     except AttributeError as error:
@@ -400,7 +400,7 @@ def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabili
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(f"model: {name} is an encoder-decoder, expected a decoder that generates from its own prompt")
     if getattr(type(model), "_sample", GenerationMixin._sample) is not GenerationMixin._sample:
-        raise ValueError(f"model: {name} decodes in a loop of its own, expected transformers' own")
+        raise ValueError(f"model: {name} has its own decoding loop, expected transformers' loop")
     kinds = set(getattr(text, "layer_types", None) or ())
     states, strange = bool(kinds & {*STATEFUL, HYBRID}), kinds - {*ATTENDING, *STATEFUL, HYBRID}
     attends = bool(kinds & {*ATTENDING, HYBRID})
@@ -414,7 +414,7 @@ def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabili
     if attention not in ATTENTION_WITH_TREES:
         raise ValueError(f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager', which take masks")
     if "position_ids" not in inspect.signature(decoder.forward).parameters or getattr(text, "alibi", False):
-        raise ValueError(f"model: {name} reads positions off its mask, expected one that takes position_ids")
+        raise ValueError(f"model: {name} derives positions from its mask, expected one that takes position_ids")
     deep = depth(model)
     highest = deep + hasattr(decoder, "layers")
     for index in features:
@@ -431,7 +431,7 @@ def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabili
 
 
 def _sliding_window(text) -> int:
-    """The window in tokens if any layer slides, else 0."""
+    """Return the window in tokens if any layer slides, else 0."""
     slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
     if not slides and not getattr(text, "layer_types", None):
         slides = bool(getattr(text, "use_sliding_window", True) and getattr(text, "sliding_window", None))
@@ -439,20 +439,20 @@ def _sliding_window(text) -> int:
 
 
 def content_ids(config: PreTrainedConfig) -> frozenset[int]:
-    """Placeholder ids of image, video or audio content, from all parts of a configuration."""
+    """Return the placeholder ids of image, video or audio content, from all parts of a configuration."""
     parts = [config, config.get_text_config(), *(c for c in vars(config).values() if isinstance(c, PreTrainedConfig))]
     named = (getattr(part, key, None) for part in parts for key in CONTENT_IDS)
     return frozenset(i for i in named if isinstance(i, int))
 
 
 def spare_id(model: PreTrainedModel) -> int:
-    """An id that the text of answers does not have: that of a picture's slots, or of padding."""
+    """Return an id that never occurs in answers: an image placeholder, or padding."""
     text = model.config.get_text_config()
     return min((i for i in content_ids(model.config) if i < text.vocab_size), default=text.pad_token_id or 0)
 
 
 def text_sizes(model: PreTrainedModel) -> dict[str, Any]:
-    """What a drafter for a model of text is made for, as fields of its configuration."""
+    """Return the target's sizes as fields of a text drafter's configuration."""
     text = model.config.get_text_config()
     return {
         "family": model.config.model_type,
@@ -463,33 +463,33 @@ def text_sizes(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def vocabulary(model: PreTrainedModel) -> int:
-    """Number of logits, also for packed weights. Raises ValueError without a head."""
+    """Return the number of logits, also for quantized weights. Raises ValueError for a model without a head."""
     head = model.get_output_embeddings()
     size = getattr(head, "out_features", None)
     if size is None:
         size = next(iter(getattr(getattr(head, "weight", None), "shape", ())), None)
     if size is None:
-        raise ValueError(f"model: {type(model).__name__} names no output embeddings, expected a head over a vocabulary")
+        raise ValueError(f"model: {type(model).__name__} has no output embeddings, expected a head over a vocabulary")
     return size
 
 
 def unwrap_adapter(model: Any) -> Any:
-    """The model inside a `PeftModel`, with the adapter in its layers; any other model itself.
+    """Return the model inside a `PeftModel`, with the adapter in its layers, or any other model itself.
 
-    Raises ValueError for an adapter that is not in the layers alone, such as virtual tokens before the prompt.
+    Raises ValueError for an adapter outside the layers, such as virtual tokens before the prompt.
     """
     if not hasattr(model, "get_base_model") or not hasattr(model, "active_peft_config"):
         return model
     config = model.active_peft_config
     if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
         kind = type(config).__name__
-        raise ValueError(f"model: got an adapter of {kind}, expected one in the layers alone, such as LoRA")
+        raise ValueError(f"model: got an adapter of {kind}, expected one in the layers only, such as LoRA")
     return model.get_base_model()
 
 
 def driven(model: nn.Module) -> PreTrainedModel:
-    """The model that runs the decode loop: itself, that inside a `PeftModel`, or the inner model called by a custom
-    `generate`.
+    """Return the model that runs the decoding loop: the given one, the one inside a `PeftModel`, or the one that a
+    custom `generate` calls.
 
     Raises ValueError for a `generate` that does neither.
     """
@@ -501,4 +501,4 @@ def driven(model: nn.Module) -> PreTrainedModel:
     for name, child in inner.named_children():
         if name in names and isinstance(child, GenerationMixin):
             return cast(PreTrainedModel, child)
-    raise ValueError(f"model: {type(inner).__name__} has a generate of its own, expected transformers' loop")
+    raise ValueError(f"model: {type(inner).__name__} has its own generate, expected transformers' loop")

@@ -1,6 +1,6 @@
 """Checkpoint folders of trained drafters: config.json, model.safetensors, provenance.json. Loading is strict.
 
-Errors are ValueErrors of one sentence: the argument, the value found, the value expected.
+Errors are ValueErrors of one line that name the argument, the value found and the value expected.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from visspec.io.checkpoint import (
     write_folder,
 )
 
-TargetT = TypeVar("TargetT")  # a model of text, or a family of images
+TargetT = TypeVar("TargetT")  # a text model, or an image family
 PROVENANCE = "provenance.json"
 NAMES = {
     "hidden": "hidden size",
@@ -44,12 +44,12 @@ NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-    """Base class of configurations of a network and of the target that it is made for, as config.json has them.
+    """Base class of configurations of a network and of the target that it is made for, as stored in config.json.
 
-    structure: of drafts, the options of `StructuredDrafter` and of its `tree` that hold unless others are given.
+    structure: default structure of drafts, as options of `StructuredDrafter` and its `tree`.
 
-    Raises ValueError for numbers and flags that the network would run with and give nonsense. Sizes need no check: the
-    network is built on `meta` first, and its tensors are compared with those of the file.
+    Raises ValueError for numbers and flags with which the network would run but give nonsense. Sizes need no check: the
+    network is built on `meta` first, and its tensors are compared with the file's.
     """
 
     family: str
@@ -59,12 +59,12 @@ class DrafterConfig:
 
     def __post_init__(self):
         known = isinstance(self.structure, dict) and self.structure.keys() <= {"width", "nodes", "tree"}
-        if not known or "." in str(self.structure.get("tree")):  # a file would be one outside of the folder
+        if not known or "." in str(self.structure.get("tree")):  # a file name would point outside the folder
             given = shorten(self.structure)
             raise ValueError(f"structure: got {given}, expected tree=chain, or a tree such as width=4,nodes=16")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, list):  # as JSON has it
+            if isinstance(value, list):  # from JSON
                 object.__setattr__(self, field.name, tuple(value))
             if field.type in ("float", float):
                 check_positive(field.name, value)
@@ -72,7 +72,7 @@ class DrafterConfig:
                 raise ValueError(f"{field.name}: got {shorten(value)}, expected true or false")
 
     def check_layers(self, low: int, high: int) -> None:
-        """Raises ValueError unless `feature_layers` lists numbers from low to high, at least one."""
+        """Raise ValueError unless `feature_layers` lists at least one number, all from low to high."""
         if not check_wholes("feature_layers", vars(self)["feature_layers"], low, high):
             raise ValueError("feature_layers: got (), expected at least one layer")
 
@@ -81,10 +81,10 @@ class DrafterConfig:
 
 
 class NetworkDrafter(Generic[TargetT]):
-    """A drafter around a network, `head`, which is made for a target; its checkpoint folder is that network's.
+    """A drafter around a network, `head`, made for one target; its checkpoint folder is the network's.
 
-    A trained drafter is a subclass that names the class of its network, with `sizes` and `defaults`, and a row of the
-    table of drafters.
+    To add a trained drafter, write a subclass with the class of its network, `sizes` and `defaults`, and add a row to
+    the table of drafters.
     """
 
     saved_as = "network"
@@ -93,60 +93,60 @@ class NetworkDrafter(Generic[TargetT]):
 
     @classmethod
     def subject(cls, target: TargetT) -> TargetT:
-        """The target as the drafter takes it."""
+        """Convert the target to the object that the drafter works with."""
         return target
 
     @classmethod
     def sizes(cls, target: TargetT) -> dict[str, Any]:
-        """Fields of the configuration that have to be the target's."""
+        """Return the configuration fields that must match the target's."""
         raise NotImplementedError
 
     @classmethod
     def defaults(cls, target: TargetT, options: dict[str, Any]) -> dict[str, Any]:
-        """Other fields that a new configuration for this target starts from, where they are not in `options`."""
+        """Return the other fields of a new configuration for this target, unless `options` has them."""
         raise NotImplementedError
 
     @classmethod
     def config_for(cls, target: TargetT, **options: object) -> Any:
-        """The configuration of a new network for a target. `options` are its fields."""
+        """Build the configuration of a new network for a target. `options` are its fields."""
         known = {**cls.sizes(target), **cls.defaults(target, options)}
         return cls.head_class.config_class(**{**known, **options})
 
     @classmethod
     def check_target(cls, config: object, target: TargetT) -> None:
-        """Raises ValueError if the network was made for another target."""
+        """Raise ValueError if the network was made for another target."""
         check_target(config, **cls.sizes(target))
 
     @classmethod
     def for_model(cls, target: TargetT, *, seed: int = 0, **options: object) -> Self:
-        """An untrained drafter for a target. `options` are fields of the configuration."""
+        """Create an untrained drafter for a target. `options` are fields of the configuration."""
         target = cls.subject(target)
         torch.manual_seed(seed)
         return cls.around(cls.head_class(cls.config_for(target, **options)), target)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: TargetT, **options: Any) -> Self:
-        """Load a checkpoint folder of our own for its target, strictly; `options` as in the constructor."""
+        """Load one of our checkpoint folders for its target, strictly. `options` are those of the constructor."""
         target = cls.subject(target)
         head = read(folder, cls.head_class, lambda config: cls.check_target(config, target))
         return cls.around(head, target, **options)
 
     @classmethod
     def around(cls, head: Any, target: TargetT, **options: Any) -> Self:
-        """A drafter with a network, in the structure of its configuration unless `options` have another one."""
+        """Create a drafter around a network. `options` override the structure in its configuration."""
         structure = {} if {"width", "nodes"} & options.keys() else dict(head.config.structure)
         tree = structure.pop("tree", None)
         drafter: Any = cls(head, target, **structure, **options)  # type: ignore[call-arg]
         return drafter if tree is None else drafter.shaped(tree)
 
     def head_in(self, dtype: torch.dtype) -> Any:
-        """The network in a dtype: itself, or a copy."""
+        """Return the network in a dtype: itself, or a copy."""
         same = next(self.head.parameters()).dtype == dtype
         return self.head if same else copy.deepcopy(self.head).to(dtype)
 
     @property
     def ids(self) -> Tensor | None:
-        """Target ids of the trained logits, in ascending order; None: the target's vocabulary."""
+        """Target ids of the trained logits, in ascending order; None means the target's vocabulary."""
         return None
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
@@ -154,12 +154,12 @@ class NetworkDrafter(Generic[TargetT]):
         write(folder, self.head, provenance, dtype)
 
     def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, private: bool | None = None) -> str:
-        """Upload what `save_pretrained` writes. Returns the URL."""
+        """Upload what `save_pretrained` writes and return the URL."""
         return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), private)
 
 
 def read_config(folder: str | Path, kind: type[Any]) -> Any:
-    """A `kind.config_class` of a network of this kind. Raises ValueError for unknown, missing and mistyped entries."""
+    """Read a network's `kind.config_class`. Raises ValueError for unknown, missing and mistyped entries."""
     data = read_json(check_folder(folder), CONFIG)
     if data.pop("kind", None) != kind.kind:
         raise ValueError(f"drafter: {folder} has a {CONFIG} of another kind, expected kind {kind.kind!r}")
@@ -175,7 +175,7 @@ def read_config(folder: str | Path, kind: type[Any]) -> Any:
 
 @contextmanager
 def sentence_of(folder: str | Path) -> Iterator[None]:
-    """Context manager: what a configuration and its network raise becomes a ValueError that names the file."""
+    """Context manager that turns errors of a configuration and its network into a ValueError that names the file."""
     try:
         yield
     except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
@@ -184,7 +184,7 @@ def sentence_of(folder: str | Path) -> Iterator[None]:
 
 
 def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> Any:
-    """The network of a checkpoint, of this kind, in a folder or by hub id. Weights are read only after `check`, and
+    """Load the network of a checkpoint of this kind, from a folder or hub id. Weights are read only after `check`, and
     after headers were compared with the configuration.
     """
     folder = hub.resolve_folder(folder)
@@ -193,26 +193,26 @@ def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> A
     with sentence_of(folder), torch.device("meta"):
         head = kind(config)
     check_shapes(head, read_shapes(Path(folder)), folder)
-    derived = {name for name, _ in head.named_buffers()} - set(head.state_dict())  # buffers that are not stored
+    derived = {name for name, _ in head.named_buffers()} - set(head.state_dict())  # buffers that are not saved
     head = kind(config) if derived else head.to_empty(device="cpu")
     load_strictly(head, read_tensors(Path(folder)), folder)
     return head
 
 
 def write(folder: str | Path, head: Any, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
-    """Save a network; `dtype`: of the stored weights (default: unchanged)."""
+    """Save a network. `dtype` of the stored weights: unchanged by default."""
     tensors = {k: v.to(dtype or v.dtype) for k, v in head.state_dict().items()}
     write_folder(folder, tensors, {"kind": head.kind, **head.config.to_dict()})
     write_provenance(folder, provenance)
 
 
 def write_provenance(folder: str | Path, record: dict[str, Any]) -> None:
-    """Write provenance.json into the folder of a drafter."""
+    """Write provenance.json to a drafter's folder."""
     (Path(folder) / PROVENANCE).write_text(json.dumps(record, indent=2, default=str) + "\n")
 
 
 def check_target(config: object, **found: object) -> None:
-    """Raises ValueError if the drafter was made for another target: `found` are fields of the configuration."""
+    """Raise ValueError if the drafter was made for another target: `found` are fields of the configuration."""
     for key, value in found.items():
         if (wanted := getattr(config, key)) != value:
             name = NAMES.get(key, key)

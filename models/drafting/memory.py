@@ -1,4 +1,4 @@
-"""What drafters on the target's features keep of a request: elements that they have not processed yet.
+"""Inputs that drafters on the target's features queue per request until they process them.
 
 Shapes: B rows, T elements, D accepted nodes, F features.
 """
@@ -14,15 +14,15 @@ from visspec.types import Draft, Outcome, Scores, Verdict
 
 
 class PendingInputs:
-    """Base class of what drafters on the target's features keep of a request: elements that are not processed yet, in
-    blocks of (tokens (B, T) or vectors, features (B, T, F), counts), counts[b] in row b, padded on the right.
+    """Base class of a request's memory for drafters on the target's features: queued elements, in blocks of (tokens
+    (B, T) or vectors, features (B, T, F), counts), with counts[b] in row b, padded on the right.
     """
 
     def __init__(self) -> None:
         self.pending_inputs: list[tuple[Tensor, Tensor, list[int]]] = []
 
     def pop_pending(self) -> tuple[Tensor, Tensor, list[int]]:
-        """Remove and return all stored elements as one block, each row packed to the left."""
+        """Remove and return all queued elements as one block, each row packed to the left."""
         blocks, self.pending_inputs = self.pending_inputs, []
         if len(blocks) == 1:
             return blocks[0]
@@ -57,7 +57,7 @@ class PendingInputs:
 
 
 def prompt_first(token_BT: Tensor, feature_BTF: Tensor, real_BT: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
-    """A prompt's block with padding, where `real_BT` is false, moved behind it; None: there is none."""
+    """Move a prompt's padding (where `real_BT` is false) behind its elements. None means that there is no padding."""
     if real_BT is None:
         return token_BT, feature_BTF, [token_BT.shape[1]] * len(token_BT)
     order = (~real_BT).long().argsort(dim=1, stable=True)
@@ -65,7 +65,7 @@ def prompt_first(token_BT: Tensor, feature_BTF: Tensor, real_BT: Tensor | None) 
 
 
 def accepted_nodes(scores: Scores, verdict: Verdict, outcome: Outcome) -> tuple[Tensor, Tensor, list[int]]:
-    """Of a round's accepted nodes: indices (B, D), the target's features (B, D, F), and how many of D are a row's."""
+    """Return a round's accepted nodes: indices (B, D), the target's features (B, D, F), and each row's count."""
     assert scores.features is not None
     counts = [len(path) for path in outcome.path]
     path_BD = verdict.path[:, : max(counts)].clamp(min=0)
@@ -73,11 +73,11 @@ def accepted_nodes(scores: Scores, verdict: Verdict, outcome: Outcome) -> tuple[
 
 
 def next_tokens(draft: Draft, path_BD: Tensor, verdict: Verdict) -> Tensor:
-    """The token after each node of a round's accepted paths, (B, D)."""
+    """Return the token after each node of a round's accepted paths, (B, D)."""
     shifted_BD = torch.cat([path_BD[:, 1:], path_BD[:, -1:]], dim=1)
     return draft.value.gather(1, shifted_BD).scatter(1, verdict.length[:, None] - 1, verdict.next[:, None])
 
 
 def _pad(x: Tensor, width: int) -> Tensor:
-    """(B, T, ...) with zeros behind, up to `width` elements."""
+    """Pad (B, T, ...) with zeros on the right, to `width` elements."""
     return F.pad(x, (0, 0) * (x.dim() - 2) + (0, width - x.shape[1]))

@@ -1,4 +1,4 @@
-"""Entries of published drafters' configurations that several forms share, read strictly and written."""
+"""Configuration entries that several published drafter formats share: strict reading, and writing."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from visspec.io.checkpoint import Value, shorten, unwrap_names
 from visspec.models.layers import OPTIONAL_FACTORS, ROPE_SCALINGS, depth
 
-VERSION = "0.9.0"  # of speculators, whose layout is written
+VERSION = "0.9.0"  # version of speculators whose layout is written
 
 
 def strip_prefix(tensors: Mapping[str, Value], folder: Path) -> dict[str, Value]:
-    """Tensors of a drafter, or their shapes, by its own names: without the prefixes of wrappers, and without `model.`.
-    Raises ValueError if two get the same name.
+    """Return a drafter's tensors, or their shapes, without the prefixes of wrappers and without `model.`. Raises
+    ValueError if two get the same name.
     """
     found = unwrap_names(tensors, folder)
     if "model.fc.weight" not in found:
@@ -30,7 +30,7 @@ def strip_prefix(tensors: Mapping[str, Value], folder: Path) -> dict[str, Value]
 
 
 def entry(folder: Path, data: dict, name: str, kind: type) -> Any:
-    """An entry that has to be there."""
+    """Return a required entry."""
     if type(data.get(name)) is not kind:
         words = {int: "a whole number", dict: "an object", list: "a list"}[kind]
         raise ValueError(f"drafter: {name} of {folder} is {shorten(data.get(name))}, expected {words}")
@@ -38,17 +38,17 @@ def entry(folder: Path, data: dict, name: str, kind: type) -> Any:
 
 
 def object_of(value: object) -> dict:
-    """A JSON object, or an empty one in place of anything else."""
+    """Return a JSON object, or an empty one in place of anything else."""
     return value if isinstance(value, dict) else {}
 
 
 def list_of(value: object) -> list:
-    """A JSON list, or an empty one in place of anything else."""
+    """Return a JSON list, or an empty one in place of anything else."""
     return value if isinstance(value, list) else []
 
 
 def check_verifier(folder: Path, data: dict, model: PreTrainedModel) -> None:
-    """Raises ValueError if a checkpoint names a target of another class or with another number of layers."""
+    """Raise ValueError if a checkpoint names a target of another class or with another number of layers."""
     named = list_of(object_of(object_of(data.get("speculators_config")).get("verifier")).get("architectures"))
     text = model.config.get_text_config()
     kind, layers = data.get("target_model_type"), data.get("num_target_layers")
@@ -63,7 +63,7 @@ def check_verifier(folder: Path, data: dict, model: PreTrainedModel) -> None:
 
 
 def check_ids(folder: Path, ids: Tensor, marked: Tensor, vocab: int) -> None:
-    """Raises ValueError if the ids of a drafter's own head are not some of the target's, named the same way twice."""
+    """Raise ValueError unless d2t lists ascending ids of the target's vocabulary and t2d marks the same ones."""
     if int(ids.min()) < 0 or int(ids.max()) >= vocab or not bool((ids.diff() > 0).all()):
         raise ValueError(f"drafter: d2t of {folder} names ids out of order or beyond {vocab}, expected ascending ones")
     if not torch.equal(marked.nonzero()[:, 0], ids):
@@ -71,7 +71,7 @@ def check_ids(folder: Path, ids: Tensor, marked: Tensor, vocab: int) -> None:
 
 
 def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, ...], bool, float]:
-    """(theta, scaling, sections of M-RoPE, whether they are interleaved, the share of channels that are rotated), of
+    """Return theta, scaling, M-RoPE sections, whether they are interleaved, and the share of rotated channels, from
     both generations of configurations.
     """
     given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
@@ -96,13 +96,13 @@ def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, .
 
 
 def check_verifier_named(model: PreTrainedModel, form: str, verifier: str | None) -> None:
-    """Raises ValueError where other engines could not find the target, whose embeddings and head they load by name."""
+    """Raise ValueError if other engines could not find the target, from which they load embeddings and head."""
     if form in ("speculators", "dspark") and not (verifier or model.config.name_or_path):
-        raise ValueError("verifier: got None, expected the name or the path of the target, which is loaded by it")
+        raise ValueError("verifier: got None, expected the name or the path of the target, from which it is loaded")
 
 
 def speculators_config(algorithm: str, tokens: int, model: PreTrainedModel, verifier: str | None) -> dict[str, Any]:
-    """What speculators and vLLM read of an algorithm and its target."""
+    """Return the entries by which speculators and vLLM find the algorithm and its target."""
     return {
         "algorithm": algorithm,
         "default_proposal_method": "greedy",

@@ -1,7 +1,7 @@
-"""Static trees of drafts: a fixed shape, of which every node is a rank among the candidates of its parent.
+"""Static draft trees: a fixed shape in which every node is a rank among the candidates of its parent.
 
 A shape is a tuple of paths of ranks: (0, 2) is the third candidate below the first one. `EAGLE` is a published shape,
-and `spread` makes one of counts of nodes a depth (LANTERN++).
+and `spread` makes a shape from node counts per depth (LANTERN++).
 
 Children are the most likely tokens, or sampled without replacement: sorting the Gumbel-perturbed log-distribution gives
 samples without replacement, so one Gumbel vector per position gives all siblings of a node, and a sibling's
@@ -26,10 +26,10 @@ from visspec.distributions import Categorical
 from visspec.ranking import topk
 from visspec.types import Draft, Tree
 
-MOST_CHILDREN = 32  # limit of the acceptance rules' random numbers per position
+MOST_CHILDREN = 32  # limited by the acceptance rules' random numbers per position
 SHARE = 0.6  # assumed probability ratio of adjacent siblings, for assigning children
 Paths = tuple[tuple[int, ...], ...]
-EAGLE: Paths = (  # 25 nodes of EAGLE-1 (arXiv 2401.15077), as its code has them
+EAGLE: Paths = (  # the 25 nodes of EAGLE-1's code (arXiv 2401.15077)
     (0,), (1,), (2,), (3,),
     (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (2, 1), (3, 0),
     (0, 0, 0), (0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (0, 2, 0), (0, 2, 1), (1, 0, 0),
@@ -38,36 +38,36 @@ EAGLE: Paths = (  # 25 nodes of EAGLE-1 (arXiv 2401.15077), as its code has them
 
 
 def parse(shape: str | int) -> tuple[int, ...]:
-    """ "5-13-16" -> (5, 13, 16): nodes of each depth. Raises ValueError for anything else."""
+    """Parse "5-13-16" into (5, 13, 16), the nodes per depth. Raises ValueError for anything else."""
     counts = tuple(int(part) if part.isascii() and part.isdigit() else 0 for part in str(shape).split("-"))
     room = 1
     for count in counts:
         room *= MOST_CHILDREN
         if not 0 < count <= room:
-            raise ValueError(f"shape: got {shape!r}, expected nodes of each depth, at most {MOST_CHILDREN} a node")
+            raise ValueError(f"shape: got {shape!r}, expected nodes per depth, at most {MOST_CHILDREN} children a node")
         room = count
     return counts
 
 
 @dataclass(frozen=True)
 class TreeLevel:
-    """Nodes of one depth, by parent and rank, and which of them have children."""
+    """Nodes of one depth, with their parents and ranks, and which of them have children."""
 
-    parent: Tensor  # (M,) index in the frontier above
-    rank: Tensor  # (M,) siblings before it
-    children: int  # most children of a node of the frontier above
-    open: Tensor  # (W,) the nodes that are the next frontier
+    parent: Tensor  # (M,) index in the previous frontier
+    rank: Tensor  # (M,) number of earlier siblings
+    children: int  # maximum number of children of a node in the previous frontier
+    open: Tensor  # (W,) nodes of the next frontier
 
 
 def in_levels(paths: Iterable[tuple[int, ...]]) -> Paths:
-    """The same nodes, level by level."""
+    """Sort nodes by level."""
     return tuple(sorted(paths, key=lambda path: (len(path), path)))
 
 
 @lru_cache(maxsize=64)
 def spread(counts: tuple[int, ...]) -> Paths:
-    """The shape of so many nodes a depth. Children are assigned to the most likely (parent, rank), if every rank is
-    SHARE times as likely as the one before.
+    """Build a shape from node counts per depth. Children are assigned to the most likely (parent, rank), assuming that
+    every rank is SHARE times as likely as the one before.
     """
     above: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     found: list[tuple[int, ...]] = []
@@ -85,7 +85,7 @@ def spread(counts: tuple[int, ...]) -> Paths:
 
 @lru_cache(maxsize=256)
 def plan(shape: tuple[int, ...] | Paths, device: str) -> tuple[Tree, list[TreeLevel]]:
-    """The tree of a shape, or of counts as in `spread`. Raises ValueError if a node's parent is not in it."""
+    """Build the tree of a shape, or of counts as in `spread`. Raises ValueError if a node's parent is missing."""
     paths = spread(shape) if isinstance(shape[0], int) else in_levels(shape)  # type: ignore[arg-type]
     place: dict[tuple[int, ...], int] = {(): 0} | {path: n for n, path in enumerate(paths, 1)}
     for path in paths:
@@ -108,7 +108,7 @@ def plan(shape: tuple[int, ...] | Paths, device: str) -> tuple[Tree, list[TreeLe
 
 
 class StaticTreeBuilder:
-    """Builds a static tree; methods as in `trees.TreeBuilder`. Without random numbers: the most likely children."""
+    """Builds a static tree; methods as in `trees.TreeBuilder`. Without random numbers, children are the likeliest."""
 
     def __init__(self, pending_B: Tensor, shape: tuple[int, ...] | Paths, gumbel_BTV: Tensor | None):
         self.tree, self.levels = plan(shape, str(pending_B.device))
@@ -117,7 +117,7 @@ class StaticTreeBuilder:
         self.real = [torch.ones_like(pending_B[:, None], dtype=torch.bool)]
 
     def grow(self, logp_BWV: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a level. Returns the new frontier's tokens (B, W) and which old frontier node each hangs from."""
+        """Add a level. Returns the new frontier's tokens (B, W) and the index of each one's parent in the old one."""
         level = self.levels[self.done]
         ranking = logp_BWV
         if self.gumbel is not None:
@@ -136,7 +136,7 @@ class StaticTreeBuilder:
         return token_BM[:, level.open], hangs.expand(len(token_BM), -1)
 
     def finish(self, nodes: int) -> Draft:
-        """The draft. `nodes` is ignored."""
+        """Return the draft. `nodes` is ignored."""
         q = None
         if self.distributions:
             q = Categorical(p=torch.cat([torch.zeros_like(self.distributions[0][:, :1]), *self.distributions], dim=1))
@@ -144,7 +144,7 @@ class StaticTreeBuilder:
 
 
 def _conditional(logp_BWV: Tensor, child_BWK: Tensor) -> Tensor:
-    """The distribution of each child given the siblings before it, (B, W, K, V); zero if no mass is left."""
+    """Return the distribution of each child given its earlier siblings, (B, W, K, V); zero if no mass is left."""
     distributions, rest = [], logp_BWV
     for rank in range(child_BWK.shape[-1]):
         distributions.append(rest.softmax(dim=-1).nan_to_num(0.0))

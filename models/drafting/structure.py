@@ -1,6 +1,6 @@
 """Structure of drafts as a value, for drafters that build them level by level: chains, trees grown from the drafter's
-distributions (EAGLE-2, OPT-Tree) and static ones (EAGLE-1, counts of nodes a depth). `loop.draft_length` chooses the
-levels of a round.
+distributions (EAGLE-2, OPT-Tree), and static trees (EAGLE-1, node counts per depth). `loop.draft_length` chooses the
+number of levels of a round.
 
 Shapes: B rows, T levels, V vocabulary.
 """
@@ -26,22 +26,23 @@ TREES = ("chain", "dynamic", "opt", "eagle")
 class Chain:
     """Builds a chain level by level, in the form that the request's rule expects.
 
-    confidence: from the second level on, the chain of a row ends where the product of the acceptance rates that a
-    trained head expects is below it. The nodes behind are marked as not real, on the device.
+    confidence: a row's chain ends, from the second level on, where the product of the acceptance rates predicted by a
+    trained head falls below this value. The nodes after it are marked as not real, on the device.
     """
 
     def __init__(self, state: State, confidence: float = 0.0):
         self.state, self.confidence = state, confidence
         self.sampling, self.noise, self.pending = state.request.sampling, state.noise, state.pending
-        self.greedy = self.noise is None  # warping keeps the order
+        self.greedy = self.noise is None  # warping does not change the argmax
         self.tokens: list[Tensor] = []
         self.distributions: list[Categorical] = []
-        self.rates: list[Tensor] = []  # (B,) expected by the head
+        self.rates: list[Tensor] = []  # (B,) predicted by the head
 
     def add(self, logits_BV: Tensor, expected_B: Tensor | None = None) -> Tensor:
-        """Add a level by the logits of its distribution. Returns its tokens (B,). expected: the probability of its
-        acceptance by a trained head, from nothing but what stands above it: of a level that is there or not by its own
-        token, that token would not be a draw from its distribution, and rejection sampling would not be exact.
+        """Add a level by the logits of its distribution and return its tokens (B,).
+
+        expected: acceptance probability predicted by a trained head from earlier tokens only. If it depended on the
+        level's own token, a kept token would not be a sample of its distribution, and rejection sampling not exact.
         """
         if expected_B is not None:
             self.rates.append(expected_B)
@@ -63,7 +64,7 @@ class Chain:
             self.add(logits_BV)
 
     def finish(self, levels: int | None = None) -> Draft:
-        """The draft, or its first levels."""
+        """Return the draft, or its first levels."""
         tokens, distributions = self.tokens[:levels], self.distributions[:levels]
         real = None
         if self.rates:
@@ -75,18 +76,18 @@ class Chain:
 
 
 class StructuredDrafter(Drafter):
-    """Base class of drafters with the structure of their drafts as a value."""
+    """Base class of drafters whose draft structure is a value."""
 
-    width = 1  # of a frontier; 1 is a chain
-    nodes = 0  # most nodes of a grown tree; 0: none is grown
-    paths: feature_tree.Paths = ()  # of a static tree
+    width = 1  # frontier width; 1 means chains
+    nodes = 0  # maximum number of nodes of a grown tree; 0: it grows none
+    paths: feature_tree.Paths = ()  # shape of a static tree
 
     def shaped(self, tree: str | int = "") -> Self:
-        """Set the structure of drafts, and return the drafter. Before it is paired with a target.
+        """Set the structure of drafts and return the drafter. Call it before pairing with a target.
 
-        tree: "chain"; "dynamic", grown best-first with the drafter's `width` (EAGLE-2); "opt", the tree of its `nodes`
-            nodes with the most expected accepted nodes by its own distributions (OPT-Tree, arXiv 2406.17276); "eagle",
-            the static tree of EAGLE-1; counts of nodes a depth, "4-8-8". Default: chains, or "dynamic" for a `width`
+        tree: "chain"; "dynamic", grown best-first with the drafter's `width` (EAGLE-2); "opt", the tree of `nodes`
+            nodes that maximizes the expected accepted nodes under its own distributions (OPT-Tree, arXiv 2406.17276);
+            "eagle", EAGLE-1's static tree; node counts per depth, "4-8-8". Default: chains, or "dynamic" for a `width`
             above 1.
 
         Raises ValueError for anything else.
@@ -114,7 +115,7 @@ class StructuredDrafter(Drafter):
 
     @property
     def structures(self) -> tuple[Structure, ...]:
-        """Beside grown trees a chain, and trees of a third of their nodes; beside static ones a chain."""
+        """The drafter's own structure, and smaller ones: a chain and, for grown trees, one of a third of the nodes."""
         if self.width == 1:
             return (OWN,)
         third = -(-self.width // 3)
@@ -122,12 +123,12 @@ class StructuredDrafter(Drafter):
         return Structure(1, 0), *smaller, Structure(self.width, len(self.paths) or self.nodes)
 
     def structure(self, state: State) -> Structure:
-        """The structure of this round's draft."""
+        """Return the structure of this round's draft."""
         own = self.width == 1 or state.structure == OWN
         return Structure(self.width, self.nodes) if own else state.structure
 
     def tree_builder(self, state: State, depth: int) -> trees.TreeBuilder | feature_tree.StaticTreeBuilder:
-        """A tree builder: `trees.TreeBuilder`, or one with its methods."""
+        """Return a tree builder: `trees.TreeBuilder`, or an object with its methods."""
         if not self.paths:
             return trees.TreeBuilder(state.pending, self.structure(state).width)
         return feature_tree.StaticTreeBuilder(
@@ -137,9 +138,10 @@ class StructuredDrafter(Drafter):
     def block_tree(
         self, state: State, logits_BKV: Tensor, below: Callable[[int, Tensor], Tensor] | None = None
     ) -> Draft:
-        """A tree over the distributions of a block, which are those of their depth whatever stands above (DDTree, arXiv
-        2604.12989). below: the logits (B, W, V) of a level below the tokens above (B, W), if these change them. Raises
-        ValueError for rules that judge draws.
+        """Build a tree over a block's distributions, which depend only on the depth (DDTree, arXiv 2604.12989).
+
+        below: returns the logits (B, W, V) below the tokens (B, W) of the previous level, if they depend on these.
+        Raises ValueError for rules that judge draws.
         """
         if state.noise is not None and state.noise.samples:
             raise ValueError("acceptance: got a rule that judges draws, expected point masses for a block's tree")
@@ -150,13 +152,13 @@ class StructuredDrafter(Drafter):
         return tree_builder.finish(self.structure(state).nodes)
 
     def levels(self, state: State, depth: int) -> int:
-        """Levels to draft of `depth` that are asked for: at most a static tree's own."""
+        """Return how many of `depth` levels to draft: at most the depth of a static tree."""
         return min(depth, len(self.paths[-1])) if self.paths else depth
 
 
 def ranking(logits_BWV: Tensor, state: State, level: int) -> Tensor:
-    """Log-distributions (B, W, V) by which a tree ranks the children of a level: with noise, those *given* the noise of
-    their position.
+    """Return log-distributions (B, W, V) by which a tree ranks a level's children. With noise they are conditioned on
+    the noise of their position.
     """
     logits_BWV = warp(logits_BWV, state.request.sampling)
     if state.noise is not None:
@@ -165,7 +167,7 @@ def ranking(logits_BWV: Tensor, state: State, level: int) -> Tensor:
 
 
 def static(tree: str) -> feature_tree.Paths:
-    """The static tree of a name or counts, see `StructuredDrafter.shaped`."""
+    """Return the static tree of a name or of counts, see `StructuredDrafter.shaped`."""
     if tree == "eagle":
         return feature_tree.EAGLE
     if all(part.isascii() and part.isdigit() for part in tree.split("-")):

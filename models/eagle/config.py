@@ -8,19 +8,19 @@ from visspec.io.checkpoint import check_whole, shorten
 from visspec.models.drafting.checkpoint import DrafterConfig
 from visspec.types import MAX_NODES
 
-IMAGES = {  # slots of an image in the draft sequence
-    "slots": "as text: the target's feature and the next input embedding (EAGLE)",
-    "placeholders": "as text, with the embedding of the placeholder id (EAGLE-3 as SpecForge and speculators train it)",
-    "embeddings": "their input embeddings alone, which are layer inputs as they are (MSD, arXiv 2505.14260)",
-    "latents": "a few learned latents, and a global vector for later text (ViSpec, arXiv 2509.15235)",
-    "queries": "mixtures of the slots, weighted by learned queries of their features (FLASH, arXiv 2505.12728)",
-    "gated": "what a compression that is chosen by the question leaves of them (SpecVLM, arXiv 2509.11815)",
+IMAGES = {  # how the draft sequence represents the image slots
+    "slots": "like text: the target's feature and the next input embedding (EAGLE)",
+    "placeholders": "like text, with the placeholder id's embedding (EAGLE-3, as SpecForge and speculators train it)",
+    "embeddings": "only their input embeddings, used as layer inputs unchanged (MSD, arXiv 2505.14260)",
+    "latents": "a few learned latents, plus a global vector for later text (ViSpec, arXiv 2509.15235)",
+    "queries": "mixtures of the slots, weighted by learned queries over their features (FLASH, arXiv 2505.12728)",
+    "gated": "the output of a compressor that a gate selects from the question (SpecVLM, arXiv 2509.11815)",
     "none": "no elements (HiViS, arXiv 2509.23928)",
-    "blind": "no elements, and no features of the target in place of which zeros stand: a control",
+    "blind": "no elements, and zeros in place of the target's features (control experiment)",
 }
-COMPRESSED = ("latents", "queries", "gated")  # values of `images` with `image_latents`
+COMPRESSED = ("latents", "queries", "gated")  # values of `images` that use `image_latents`
 CHOICES = {"fusion": ("sum", "split", "cross"), "images": tuple(IMAGES), "positions": ("target", "index", "grid")}
-OF_FUSIONS = {  # flags, and the values of `fusion` that read them
+OF_FUSIONS = {  # flags, and the values of `fusion` that support them
     **dict.fromkeys(("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm"), ("split",)),
     **dict.fromkeys(("norm_input", "qk_layer_norm"), ("sum",)),
     "norm_output": ("split", "sum"),
@@ -32,19 +32,18 @@ OF_FUSIONS = {  # flags, and the values of `fusion` that read them
 class EagleConfig(DrafterConfig):
     """Configuration of the network and of its target.
 
-    fusion: how embedding and feature come together, see `eagle_head`. feature_layers: indices into the target's
-    hidden_states (-1: last, after the final norm; target_layers + 1: before it; with fusion "cross" one before the last
-    is a target of training alone).
-    draft_vocab: ids that the network's own head predicts; 0: the target's head decodes. rope_scaling: one of
-    `ROPE_SCALINGS` with its factors by name.
-    partial_rotary_factor: share of a head's channels that are rotated, the first ones. mrope_section: rotary channels
-    per position row if the drafter's positions are M-RoPE's, else (). positions: "target"; "index", the number of the
-    slot in the prompt, as ViSpec and MSD count; "grid", row and column of the predicted code (LANTERN). block: tokens
-    of a pass, by FLASH's semi-autoregressive head. norm_input: of the layer with fusion "sum" (SpecVLM).
-    norm_output: predicted features are normed, and read again so. norm_embedding: of token embeddings, and of the image
-    embeddings that a compressor reads, with fusion "sum". qk_layer_norm: queries and keys have Chameleon's layer norm,
-    with a scale and a shift for each head. ahead: the element of tokens t and t + 1 belongs to an image if token
-    t + ahead is a slot.
+    fusion: how an embedding and a feature are combined, see `head.py`. feature_layers: indices into the target's
+    hidden_states (-1: the last, after the final norm; target_layers + 1: before it; with fusion "cross", an entry
+    before the last is only a training target).
+    draft_vocab: number of ids that the network's own head predicts; 0 means that the target's head decodes.
+    rope_scaling: one of `ROPE_SCALINGS` with its factors by name. partial_rotary_factor: share of a head's channels
+    that is rotated, starting with the first. mrope_section: rotary channels per position row if the drafter uses M-RoPE
+    positions, else (). positions: "target"; "index", the slot's number in the prompt, as ViSpec and MSD count; "grid",
+    row and column of the predicted code (LANTERN). block: tokens per pass of FLASH's semi-autoregressive head.
+    norm_input: the layer has an input norm with fusion "sum" (SpecVLM). norm_output: predicted features are normed,
+    and are fed back normed. norm_embedding: with fusion "sum", norm the token embeddings and the image embeddings that
+    a compressor reads. qk_layer_norm: apply Chameleon's layer norm to queries and keys, with a scale and a shift per
+    head. ahead: the element built from tokens t and t + 1 belongs to an image if token t + ahead is an image slot.
     """
 
     target_hidden: int
@@ -93,7 +92,7 @@ class EagleConfig(DrafterConfig):
         self._check_ignored()
 
     def _check_ignored(self) -> None:
-        """Raises ValueError for values that the network would ignore or read as something else, without an error."""
+        """Raise ValueError for values that the network would otherwise ignore or misread silently."""
         layers, states = self.feature_layers, {"sum": 1, "cross": 2}.get(self.fusion)
         ignored = {
             "images": self.fusion != "sum" and self.images in (*COMPRESSED, "embeddings"),
@@ -104,33 +103,33 @@ class EagleConfig(DrafterConfig):
         }
         for name in (name for name, wrong in ignored.items() if wrong):
             raise ValueError(
-                f"{name}: got {shorten(getattr(self, name))}, which does not go with fusion {self.fusion!r}, images"
+                f"{name}: got {shorten(getattr(self, name))}, which does not fit fusion {self.fusion!r}, images"
                 f" {self.images!r}, draft_vocab {self.draft_vocab} and {self.rotated} rotary channels"
             )
 
     @property
     def rotated(self) -> int:
-        """Channels of a head that are rotated."""
+        """Number of rotated channels per head."""
         return int(self.head_size * self.partial_rotary_factor)
 
     @property
     def foldable(self) -> bool:
-        """Whether `layer.FoldedLayer` can run the network: every matrix behind a norm, a key for each query."""
+        """Whether `layer.FoldedLayer` can run the network: each matrix follows a norm, each query has a key."""
         normed = self.norm_embedding and self.norm_input and self.norm_output and self.fc_bias
         plain = not (self.qkv_bias or self.qk_norm or self.qk_layer_norm) and self.partial_rotary_factor == 1
         return normed and plain and self.heads == self.kv_heads
 
     @property
     def reduced(self) -> bool:
-        """Whether features are not read as they are."""
+        """Whether target features pass through `EagleHead.reduced` before the layer reads them."""
         return self.fusion != "sum" or self.images == "blind"
 
     @property
     def key_heads(self) -> int:
-        """Keys, and values, that are stored of an element."""
+        """Number of key heads (and of value heads) stored per element."""
         return 2 * self.kv_heads if self.fusion == "cross" else self.kv_heads
 
     @property
     def parts(self) -> int:
-        """Number of hidden states per token, concatenated, that the target provides."""
+        """Number of hidden states per token that the target provides, concatenated."""
         return len(self.feature_layers)

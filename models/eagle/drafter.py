@@ -1,8 +1,8 @@
-"""The feature drafter of text: a drafter around an `EagleHead` (EAGLE-1, 2 and 3, MSD, HiViS, ViSpec, FLASH, SpecVLM,
-DREAM, our own, and a control that sees nothing of the picture).
+"""Feature drafter for text models, built on an `EagleHead`: EAGLE-1, 2 and 3, MSD, HiViS, ViSpec, FLASH, SpecVLM,
+DREAM, our own variant, and a control that sees no image.
 
-Prompts of published forms are read as their own code reads them: an element belongs to an image if the token it
-predicts is a slot, and has the position of the token before it, as serving engines count.
+For published checkpoints, prompts are laid out as the original code does: an element belongs to an image if the token
+that it predicts is an image slot, and it takes the position of the token before that, as serving engines count.
 
 Shapes: B rows, L prompt, T elements, d hidden size, F features, K tokens of a pass.
 """
@@ -32,7 +32,7 @@ from visspec.models.eagle.levels import CompiledDrafter, GraphedDrafter, ahead
 from visspec.types import Draft, Scores, State, TrainingBatch
 
 SEEN = ("slots", "embeddings", *COMPRESSED)  # values of `images` that take the target's input embeddings
-OWN = {  # of a network for which no `fusion` is asked: ViSpec's form with norms
+OWN = {  # defaults when no `fusion` is requested: ViSpec's form with norms
     "images": "latents",
     "image_latents": 1,
     "ahead": 0,
@@ -41,14 +41,14 @@ OWN = {  # of a network for which no `fusion` is asked: ViSpec's form with norms
     "norm_input": True,
     "norm_output": True,
 }
-BLOCK = 512  # elements of a prompt that are read at a time, on the CPU
+BLOCK = 512  # elements of a prompt processed at a time on the CPU
 
 
 class EagleDrafter(FeatureDrafting[PreTrainedModel]):
     """A drafter for one loaded target.
 
-    width 1 drafts chains; above it, dynamic trees of at most `nodes` nodes (EAGLE-2), which end with the tokens of one
-    pass where that predicts several (FLASH). Raises ValueError if the network was made for another target.
+    With width 1 it drafts chains; otherwise dynamic trees of at most `nodes` nodes (EAGLE-2). If one pass predicts
+    several tokens (FLASH), a tree is at most as deep. Raises ValueError if the network was made for another target.
     """
 
     head_class = EagleHead
@@ -95,14 +95,14 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
 
     @classmethod
     def config_for(cls, target: PreTrainedModel, **options: object) -> EagleConfig:
-        if not content_ids(target.config) or options.get("image_latents") == 0:  # a decoder of text, or as good as one
+        if not content_ids(target.config) or options.get("image_latents") == 0:  # text only, or treated as such
             options |= {"images": "blind" if options.get("images") == "blind" else "none", "image_latents": 0}
         return super().config_for(target, **options)
 
     @classmethod
     def for_model(cls, target: PreTrainedModel, *, seed: int = 0, **options: object) -> Self:
-        """As that of the base class. A head of its own starts as the target's rows of the first ids; `keep` of the
-        network chooses others.
+        """Build a drafter for a target as the base class does. If the head has its own vocabulary, it starts from the
+        target's LM head rows of the first ids; call `keep` to choose other ids.
         """
         drafter = super().for_model(target, seed=seed, **options)
         if drafter.config.draft_vocab:
@@ -110,20 +110,20 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         return drafter
 
     def check_form(self, form: str) -> None:
-        """Raises ValueError where `export` would have no place for what the drafter is."""
+        """Raise ValueError if the published `form` cannot represent this drafter."""
         export.check_form(self.config, form)
 
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
         """Write the drafter for other engines: "eagle" (EAGLE-1 and 2, MSD, ViSpec), "eagle3" (SpecForge, SGLang, vLLM)
-        or "speculators" (vLLM), for which `verifier` names the target. Raises ValueError where a form has no place for
-        what the drafter is.
+        or "speculators" (vLLM), for which `verifier` names the target. Raises ValueError if the form cannot represent
+        this drafter.
         """
         check_verifier_named(self.model, form, verifier)
         export.write(self, folder, form, verifier)
 
     @torch.no_grad()
     def keep(self, ids: Tensor) -> None:
-        """Predict these target ids (D,), in ascending order, with the target's own rows if sizes allow."""
+        """Predict these target ids (D,), in ascending order. Copy the target's LM head rows if their size matches."""
         ids = ids.to(self.trained.device)
         if self.head.ids is not None:
             self.head.keep(ids)
@@ -144,7 +144,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         attention = scores.aux.get("attention")
         attention = None if attention is None else attention[rows]
         layout = self._plan(prompt, attention)
-        embeddings = features_BLF[..., : self.config.hidden]  # in their place, for a drafter that reads none
+        embeddings = features_BLF[..., : self.config.hidden]  # placeholder for drafters that read no embeddings
         if self.traits.embeddings:
             embeddings = scores.aux["embeddings"][rows]
         positions = scores.aux["positions"]
@@ -155,7 +155,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         dtype = self.trained.dtype
         context = self._context(layout, embeddings.to(dtype), features_BLF.to(dtype))
         given = following, features_BLF, embeddings, positions, context
-        # block by block, so that what is computed on the way stays in the processor's cache
+        # process the prompt in blocks so that intermediate results stay in the CPU cache
         size = BLOCK if features_BLF.device.type == "cpu" else max(layout.token.shape[1], 1)
         starts = range(0, max(layout.token.shape[1], 1), size)
         parts = (self.elements(layout.part(start, size), *given)[:2] for start in starts)
@@ -166,17 +166,17 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         self._read_prompt(state, memory, layout.lengths, parts, features_BLF[:, -1:])
 
     def compile(self) -> None:
-        """Draft chains through `torch.compile`, with graphs that the first long request makes; trees as ever."""
+        """Draft chains with `torch.compile`; the first long request builds the graphs. Trees still run eagerly."""
         if self.passes is None and self._chains():
             self.passes = CompiledDrafter(self)
 
     def record(self) -> None:
-        """Draft chains in recordings, trees as ever."""
+        """Draft chains with CUDA graphs. Trees still run eagerly."""
         if self.passes is None and self.recorder is None and self._chains():
             self.recorder = GraphedDrafter(self)
 
     def _chains(self) -> bool:
-        """Whether it drafts chains, a level a call of the network."""
+        """Whether it drafts chains with one call of the network per level."""
         return self.width == 1 and self.config.block == 1
 
     def refresh(self) -> None:
@@ -232,7 +232,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         return raw, zero
 
     def _first(self, state: State, attention_BL: Tensor | None) -> list[int]:
-        """Position of each row's element after its prompt."""
+        """Return the position of each row's first element after its prompt."""
         if self.config.positions == "target":
             return [p - 1 for p in state.position.tolist()]
         if attention_BL is None:
@@ -240,7 +240,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         return (attention_BL.sum(dim=1) - 1).tolist()
 
     def _places(self, positions: Tensor, attention_BL: Tensor | None) -> Tensor:
-        """The drafter's positions of the target's, (1|B, L) or (3|4, 1|B, L)."""
+        """Convert the target's positions to the drafter's, (1|B, L) or (3|4, 1|B, L)."""
         if self.config.positions == "target":
             return positions
         length, device = positions.shape[-1], positions.device
@@ -254,8 +254,8 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         return places if places.dim() == 3 else places.expand(len(lesson.lengths), -1)
 
     def _shifted_embeddings(self, ids: Tensor, embeddings_BLd: Tensor | None) -> Tensor:
-        """Embeddings of the token after each. ids: of all tokens but the first; embeddings: of the prompt's, None of a
-        text model, which looks them up itself.
+        """Return the embedding of the token after each. ids: all tokens except the first; embeddings: those of the
+        prompt, or None for a text model, where ids are looked up instead.
         """
         if self.config.images != "slots":
             return stored_rows(self.embed, ids)
@@ -266,7 +266,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
     def _following(self, lesson: TrainingBatch) -> Tensor:
         return self._shifted_embeddings(lesson.ids[:, 1:], lesson.embeddings)
 
-    # --- several tokens a pass ------------------------------------------------------------------------------------
+    # --- several tokens per pass ----------------------------------------------------------------------------------
 
     def _propose_blocks(self, state: State, depth: int) -> Draft:
         memory: FeatureMemory = state.memory
@@ -283,7 +283,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
             ahead_BKd = spread(self._again(memory, torch.stack(chain.tokens, dim=1), ahead_BKd))
 
     def _again(self, memory: FeatureMemory, token_BT: Tensor, feature_BKd: Tensor) -> Tensor:
-        """Read the last K of the drafted ids, stored after those before them: the predicted feature (B, d)."""
+        """Read the last K drafted ids, stored after the earlier ones, and predict the next feature (B, d)."""
         rows, width = feature_BKd.shape[:2]
         done = token_BT.shape[1] - width
         bias, rope = memory.context_bias(width), memory.rope(memory.table, width, done)
@@ -300,7 +300,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
 
 
 def scaled_section(rope: dict[str, Any], half: int) -> tuple[int, ...]:
-    """The target's rotary channels per position row, for a head of `half` rotary channels; () without M-RoPE."""
+    """Scale the target's rotary channels per position row to a head of `half` channels; () without M-RoPE."""
     section = tuple(rope.get("mrope_section") or ())
     if not section or sum(section) == half:
         return section

@@ -1,4 +1,4 @@
-"""One-layer drafters as other engines read them; `layout` has the forms, and reads them."""
+"""Export of one-layer drafters to other engines. `layout` describes the formats and reads them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ SIZES = {
 
 
 def write(drafter: EagleDrafter, folder: str | Path, form: str, verifier: str | None = None) -> None:
-    """Write a drafter in a published form; M-RoPE is stated. verifier: name or path of the target, for speculators.
+    """Write a drafter in a published form, with M-RoPE stated in its configuration.
 
-    Raises ValueError where the form has no place for what the drafter is.
+    verifier: name or path of the target, for speculators. Raises ValueError if the form cannot represent the drafter.
     """
     config = drafter.config
     check_form(config, form)
@@ -39,7 +39,7 @@ def write(drafter: EagleDrafter, folder: str | Path, form: str, verifier: str | 
 
 
 def check_form(config: EagleConfig, form: str) -> None:
-    """Raises ValueError if a published form can't hold a configuration."""
+    """Raise ValueError if a published form cannot represent a configuration."""
     if form not in FORMS:
         raise ValueError(f"form: got {form!r}, expected one of {', '.join(FORMS)}")
     wanted = "sum" if form == "eagle" else "split"
@@ -71,7 +71,7 @@ def check_form(config: EagleConfig, form: str) -> None:
 
 
 def head_config(config: EagleConfig, model: PreTrainedModel, form: str, verifier: str | None) -> dict[str, Any]:
-    """The configuration of a published form."""
+    """Return the configuration of a published form."""
     layer: dict[str, Any] = {
         "model_type": "qwen3" if config.qk_norm else "llama",
         **{name: getattr(config, own) for own, name in SIZES.items()},
@@ -95,7 +95,7 @@ def head_config(config: EagleConfig, model: PreTrainedModel, form: str, verifier
     if config.target_hidden != config.hidden:
         own["target_hidden_size"] = config.target_hidden
     if form == "eagle3":
-        before = config.feature_layers[0] < 3  # outputs of layers, as readers take ids that begin with 0 or 1
+        before = config.feature_layers[0] < 3  # layer outputs: readers take ids that begin with 0 or 1 as such
         states = {IDS: [i - before for i in config.feature_layers], "use_aux_hidden_state": True}
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
@@ -117,7 +117,7 @@ def head_config(config: EagleConfig, model: PreTrainedModel, form: str, verifier
 
 
 def _rope(config: EagleConfig) -> dict[str, Any] | None:
-    """The rotary entry: scaling, or the sections of M-RoPE, whose name is "mrope" in blocks (Qwen2.5-VL)."""
+    """Return the rotary entry: the scaling, or M-RoPE's sections, of type "mrope" if not interleaved (Qwen2.5-VL)."""
     if not config.mrope_section:
         return config.rope_scaling
     kind = {"rope_type": "default"} if config.mrope_interleaved else {"type": "mrope", "rope_type": "default"}

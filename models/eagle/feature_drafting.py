@@ -1,8 +1,8 @@
-"""Base class of feature drafters (EAGLE-type): one decoder layer that drafts level by level on the target's features.
+"""Base class of feature drafters (EAGLE-type): one decoder layer drafts level by level from the target's features.
 
-Because the network has one layer, attention and MLP are only needed for the *last* new element; for the others keys
-and values are sufficient. One pass reads the features of all tokens accepted in the last round and gives the
-distribution of the first level; each further level is one element per row.
+Because the network has one layer, attention and MLP are only needed for the *last* new element; the others only need
+keys and values. One pass reads the features of all tokens accepted in the last round and gives the distribution of
+the first level; each further level adds one element per row.
 
 Shapes: B rows, T elements, N elements of all rows, d hidden size, F features, V vocabulary, W width of a tree.
 """
@@ -29,24 +29,24 @@ from visspec.models.eagle.head import EagleHead, turns, turns_at
 from visspec.models.eagle.layer import DraftLayer, FeatureMemory, FoldedLayer, head_logits
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Prediction, Scores, State, TrainingBatch, Verdict
 
-GROWING = threading.Lock()  # so that a shorter table never replaces a longer one
+GROWING = threading.Lock()  # a shorter table must never replace a longer one
 
 
 class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     """A drafter with an `EagleHead`; subclasses read the prompts. width 1 drafts chains, larger widths dynamic trees
-    of at most `nodes` nodes; `shaped` sets others.
+    of at most `nodes` nodes; `shaped` changes both.
 
-    Subclasses define `start` (with `_read_prompt`), `_plan` and `_following`, and may replace the other hooks.
+    Subclasses define `start` (with `_read_prompt`), `_plan` and `_following`, and may override the other hooks.
     """
 
     head: EagleHead
     config: EagleConfig
     embed: nn.Embedding
-    lm_head: nn.Linear  # or what quantisation has put in its place
+    lm_head: nn.Linear  # or the quantized module that replaced it
     borrowed: tuple[nn.Module, ...] = ()  # modules of the target, frozen in training
 
     def __init__(self, head: EagleHead, embed: nn.Module, lm_head: nn.Module, like: Tensor, width: int, nodes: int):
-        """`embed`: of drafted ids. `like`: a weight of the target, for device and dtype."""
+        """embed: embedding of drafted ids. like: a weight of the target, for device and dtype."""
         for name, value, most in (("width", width, MOST_CHILDREN), ("nodes", nodes, MAX_NODES - 1)):
             if not 1 <= value <= most:
                 raise ValueError(f"{name}: got {value}, expected a whole number from 1 to {most}")
@@ -60,12 +60,12 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
 
     @property
     def trained(self) -> Tensor:
-        """A weight of the network, for device and dtype."""
+        """Any weight of the network, for device and dtype."""
         return next(self.head.parameters())
 
     @property
     def layer(self) -> DraftLayer:
-        """The network as drafting calls it, with the weights of the last `refresh`."""
+        """The layer used for drafting, with the weights as of the last `refresh`."""
         layer = self._layer
         if layer is None:
             with torch.inference_mode(False), torch.no_grad():
@@ -73,7 +73,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         return layer
 
     def refresh(self) -> None:
-        """Draft with the network's weights of the next draft on; call it after they change. It frees those folded."""
+        """Use the network's current weights from the next draft on; free the folded ones. Call it after updates."""
         self.head.eval()
         self._layer = None
 
@@ -83,7 +83,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         return DraftLayer(self.head_in(self.dtype), self.embed, self.lm_head, self.dtype)
 
     def attach(self, target: TargetT) -> None:
-        """Adapt to the device and dtype of a target (a model or a family)."""
+        """Move to the device and dtype of a target (a model or a family)."""
         like = self._like(target)
         if (like.device, like.dtype) == (self._turns.device, self.dtype):
             return
@@ -92,22 +92,22 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         self.refresh()
 
     def _like(self, target: TargetT) -> Tensor:
-        """A tensor of the target's device and dtype."""
+        """Return a tensor that has the target's device and dtype."""
         raise NotImplementedError
 
     def _embed_again(self, target: TargetT) -> None:
-        """Rebuild the embedding of drafted ids from the target's weights, if it is not one of its modules."""
+        """Rebuild the embedding of drafted ids from the target's weights, if it is not a module of the target."""
 
     def _rotations(self, length: int, device: torch.device) -> Tensor:
-        """exp(i * angle) of the rotary channels at positions [0, length), complex64 (length, C)."""
+        """Return exp(i * angle) of the rotary channels at positions [0, length), complex64 (length, C)."""
         return turns(self.config, length, device)
 
     def _turns_to(self, length: int) -> Tensor:
-        """Rotations of at least `length` positions. The cached table is shared by threads: use the returned one."""
+        """Return rotations for at least `length` positions. Threads share the cached table: use the returned one."""
         table = self._turns
         if table.shape[0] >= length:
             return table
-        with torch.inference_mode(False):  # so that the table can be used in training
+        with torch.inference_mode(False):  # training may use the table, too
             table = self._rotations(2 * length, table.device)
         with GROWING:
             if self._turns.shape[0] < table.shape[0]:
@@ -117,7 +117,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     def _context(
         self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Latents and context vectors of all elements, as `layouts.layer_inputs` takes them."""
+        """Return the latents and context vectors of all elements, as `layouts.layer_inputs` takes them."""
         raise NotImplementedError
 
     def elements(
@@ -130,10 +130,10 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         known: tuple[Tensor, Tensor] | None = None,
         reach: int | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Layer inputs (B, T, d) and rotations (B, T, C) of a layout's elements, and their context vectors.
+        """Return the layer inputs (B, T, d), rotations (B, T, C) and context vectors of a layout's elements.
 
-        following: the embedding of the token after each; embeddings (B, L, d): input embeddings of the target. known:
-        the whole layout's `_context`, if this is a part. reach: a number above all positions, if it is known.
+        following: embedding of the token after each; embeddings (B, L, d): input embeddings of the target. known: the
+        `_context` of the whole layout, if `layout` is a part of it. reach: an upper bound on all positions, if known.
         """
         head, dtype = self.head, self.trained.dtype
         embed = self._next_embeddings(layout, following_BLd)
@@ -158,7 +158,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         parts: Iterable[tuple[Tensor, Tensor]],
         last: Tensor,
     ) -> None:
-        """Compute keys and values of a prompt's elements except the last, stored with its feature (B, 1, F).
+        """Compute keys and values of a prompt's elements except the last, which is queued with its feature (B, 1, F).
 
         parts: layer inputs and rotations of consecutive elements.
         """
@@ -171,7 +171,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         state.memory = memory
 
     def propose(self, state: State, depth: int) -> Draft:
-        """A chain of `depth` levels, or a tree. Coupled to the positions' noise, or sampled with its distribution."""
+        """Draft a chain of `depth` levels, or a tree: coupled to the positions' noise, or sampled with its laws."""
         memory: FeatureMemory = state.memory
         whole, depth = depth, self.levels(state, depth)
         feature_Bd = self._catch_up(memory, depth)
@@ -189,7 +189,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         return chain.finish()
 
     def chain(self, state: State, depth: int) -> Any:
-        """A builder of chains: `Chain`, or one with its methods."""
+        """Return a chain builder: `Chain`, or an object with its methods."""
         return Chain(state)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
@@ -208,22 +208,22 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         state.memory.select(keep)
 
     def _level_inputs(self, token: Tensor, state: State, level: int) -> Tensor:
-        """Drafted ids (B,) or (B, W) of a level as input of the next level."""
+        """Return the input ids of the next level for the drafted ids (B,) or (B, W) of this one."""
         return token
 
     def _each(self, x: Tensor, memory: FeatureMemory) -> Tensor:
-        """Something of the requests, (B, ...), for every row of the memory."""
+        """Repeat a per-request tensor (B, ...) for every row of the memory."""
         return x
 
     def _mixed(self, feature: Tensor, state: State) -> Tensor:
-        """Predicted features of the memory's rows as the LM head reads them, (B, ...)."""
+        """Combine the predicted features of the memory's rows into what the LM head reads, (B, ...)."""
         return feature
 
     def _logits(self, feature: Tensor) -> Tensor:
         return self.layer.logits(feature)
 
     def _catch_up(self, memory: FeatureMemory, depth: int) -> Tensor:
-        """Process the stored elements and predict the feature after each row's pending token, (B, d)."""
+        """Process the queued elements and predict the feature after each row's pending token, (B, d)."""
         token_BT, feature_BTF, counts = memory.pop_pending()
         rows, width = token_BT.shape
         memory.reserve(memory.end + width + depth * self.width)
@@ -261,36 +261,36 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         return tree_builder.finish(self.structure(state).nodes)
 
     def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
-        """The elements of prompts."""
+        """Return the elements of prompts."""
         raise NotImplementedError
 
     def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
-        """The elements of a lesson's prompts and answers."""
+        """Return the elements of a training batch: prompts and answers."""
         plan = self._plan(lesson.host_ids[:, : lesson.prompt_length], lesson.host_attention)
         return layouts.extend(plan, lesson.prompt_length, lesson.lengths)
 
     def _following(self, lesson: TrainingBatch) -> Tensor:
-        """Embeddings of a lesson's tokens, the first aside, (B, L + M - 1, d)."""
+        """Return the embeddings of a training batch's tokens except the first, (B, L + M - 1, d)."""
         raise NotImplementedError
 
     def _lesson_positions(self, lesson: TrainingBatch) -> Tensor:
-        """Positions of a lesson's tokens, (B, L + M - 1) or (3, B, L + M - 1)."""
+        """Return the positions of a training batch's tokens, (B, L + M - 1) or (3, B, L + M - 1)."""
         return lesson.positions
 
     def _spread(self, feature: Tensor) -> Tensor:
-        """Features (..., K, d) of the tokens that a pass of the trained weights predicts."""
+        """Return the features (..., K, d) of the K tokens that one pass predicts."""
         return feature[..., None, :]
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Logits (..., V) of the `ids` by the trained weights, of predicted features (..., d)."""
+        """Return logits (..., V) over `ids` of predicted features (..., d), with the weights being trained."""
         return head_logits(self.lm_head, states, self.dtype)
 
     def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
-        """Self-fed steps over whole answers, for training (`visspec.train.capture.TrainingBatch`).
+        """Run self-fed training steps over whole answers (`visspec.train.capture.TrainingBatch`).
 
-        Step k sees true features up to k tokens back, and its own predictions from there on. Per step, and per token
-        of a pass: predicted features (B, T, d), and which elements count (B, T) bool. Element t of a row's answer
-        predicts the distribution after answer token t.
+        Step k sees true features up to k tokens back, and its own predictions after that. Returns, per step and per
+        token of a pass, the predicted features (B, T, d) and a bool mask (B, T) of the elements that count. Element t
+        of a row's answer predicts the distribution after answer token t.
         """
         ids, features = lesson.ids, lesson.features
         layout, following = self._lesson_layout(lesson), self._following(lesson)
@@ -322,8 +322,8 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
 
 
 def staggered_attention(query: Tensor, part: int | None = None, *, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Attention of self-fed step k = len(keys) - 1, all (B, T, H, E) -> (B, T, H * E). part: the half of the keys and
-    values, by number, if there are twice as many as queries.
+    """Compute the attention of self-fed step k = len(keys) - 1: (B, T, H, E) -> (B, T, H * E). part: which half of the
+    keys and values to use, if there are twice as many as queries.
 
     Element t attends to step 0 up to t - k (true features) and to one element of each later step i: t - k + i, the
     chain that drafting would leave in the cache (EAGLE-3's training-time test, arXiv 2503.01840). Cost is linear in k.
@@ -346,7 +346,7 @@ def staggered_attention(query: Tensor, part: int | None = None, *, keys: list[Te
 
 
 def _delay(x_BTHE: Tensor, by: int) -> Tensor:
-    """Shift: element t of the result is element t - by of x, or zero for t < by."""
+    """Shift right: element t of the result is element t - by of x, or zero for t < by."""
     if by == 0:
         return x_BTHE
     return torch.cat([torch.zeros_like(x_BTHE[:, :by]), x_BTHE[:, :-by]], dim=1)

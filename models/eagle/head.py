@@ -1,22 +1,22 @@
-"""The one-layer drafters as one network: EAGLE-1 and 2, EAGLE-3, DREAM, what MSD, HiViS, ViSpec, FLASH and SpecVLM
-make of them, and our own.
+"""One network for all one-layer drafters: EAGLE-1 and 2, EAGLE-3, DREAM, the variants MSD, HiViS, ViSpec, FLASH and
+SpecVLM, and our own.
 
-An element of the draft sequence has the target's features after token t and the embedding of token t + 1; one Llama
-layer predicts the feature after token t + 1. What differs is data (`EagleConfig`):
+An element of the draft sequence combines the target's features after token t with the embedding of token t + 1; one
+Llama layer predicts the feature after token t + 1. `EagleConfig` selects the variant:
 
 * fusion "sum" (EAGLE, arXiv 2401.15077; EAGLE-2): the layer reads fc([embedding; feature]) without an input norm, its
   output is the next feature, and the target's LM head decodes it.
-* fusion "split" (EAGLE-3, arXiv 2503.01840): fc reduces features of several layers, queries, keys and values read
-  [norm(embedding); norm(feature)], the residual is the feature alone, and a norm and a head of the network's own over
-  a part of the vocabulary decode it.
+* fusion "split" (EAGLE-3, arXiv 2503.01840): fc reduces the features of several layers; queries, keys and values read
+  [norm(embedding); norm(feature)]; the residual is the feature alone; and the network's own norm and head decode it
+  over a part of the vocabulary.
 * fusion "cross" (DREAM, arXiv 2505.19201): a layer over embeddings alone, then gated cross-attention to the target's
-  features up to token t, in whose place predicted features stand behind it, and an MLP (`FeatureCrossAttention`).
-* norms on everything that matrices read (`norm_embedding`, `norm_input`, `norm_output`) make the network that we train
-  where nothing else is asked for: ViSpec's form, for which drafting has a faster layer (`layer.FoldedLayer`).
-* images: what the slots of an image are in the draft sequence, see `eagle.config.IMAGES`.
+  features up to token t (predicted features stand in for later ones), and an MLP (`FeatureCrossAttention`).
+* norms before every matrix (`norm_embedding`, `norm_input`, `norm_output`) give the network that we train by default:
+  ViSpec's form, for which drafting has a faster layer (`layer.FoldedLayer`).
+* images: how the draft sequence represents image slots, see `eagle.config.IMAGES`.
 
-Names of weights are those of the published checkpoints (`layers.0.self_attn.q_proj`, ...). Channels are rotated in
-halves, as Llama's are. Shapes: B rows, T elements, R image runs, S slots of a run, H heads, K heads of keys, E head
+Weight names are those of the published checkpoints (`layers.0.self_attn.q_proj`, ...). Channels are rotated in
+halves, as in Llama. Shapes: B rows, T elements, R image runs, S slots of a run, H heads, K heads of keys, E head
 size, d hidden size, F features, V vocabulary, D draft vocabulary, C rotations (E / 2, or fewer), P positions.
 """
 
@@ -38,8 +38,8 @@ from visspec.models.eagle.image_compression import FlashQueries, SpecVLMBranches
 
 
 def frequencies(config: EagleConfig, device: torch.device | str) -> tuple[Tensor, float]:
-    """Angle per position of each rotary channel, float32 (C,), and the factor of what is rotated, as transformers
-    computes them for a scaling.
+    """Return the angle per position of each rotary channel, float32 (C,), and the attention scaling factor, computed
+    by transformers if a scaling is configured.
     """
     scaling, size = config.rope_scaling or {}, config.rotated
     if scaling.get("rope_type", "default") == "default":
@@ -50,15 +50,15 @@ def frequencies(config: EagleConfig, device: torch.device | str) -> tuple[Tensor
 
 
 def turns(config: EagleConfig, length: int, device: torch.device | str) -> Tensor:
-    """exp(i * position * frequency) for positions [0, length), times the scaling's factor, complex64 (P, C)."""
+    """Return exp(i * position * frequency) for positions [0, length), times the scaling factor, complex64 (P, C)."""
     frequency_C, factor = frequencies(config, device)
     angle = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequency_C
     return torch.polar(torch.full_like(angle, factor), angle)
 
 
 def turns_at(rope_table_PC: Tensor, position: Tensor, section: tuple[int, ...], interleaved: bool) -> Tensor:
-    """Rotations of elements, (B, T, C): position is (B, T), or (3, B, T) with `section` channels per row, in blocks or
-    interleaved (time, height, width, time, ... as long as a row has channels left, then time; Qwen3-VL).
+    """Return the rotations of elements, (B, T, C). position is (B, T), or (3, B, T) with `section` channels per row,
+    in blocks or interleaved (time, height, width, time, ... while a row has channels left, then time; Qwen3-VL).
     """
     if position.dim() == 2:
         return rope_table_PC[position]
@@ -73,8 +73,8 @@ def turns_at(rope_table_PC: Tensor, position: Tensor, section: tuple[int, ...], 
 
 
 def apply_rope(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
-    """Rotate channel c with channel c + C, of the first 2 C. Out of place, differentiable, in float32. turn: complex,
-    or pairs of real numbers (B, T, C, 2).
+    """Rotate channel c with channel c + C among the first 2 C, out of place, differentiably, in float32. turn is
+    complex, or pairs of real numbers (B, T, C, 2).
     """
     turn = torch.view_as_real(turn_BTC) if turn_BTC.is_complex() else turn_BTC
     cos, sin = turn[..., None, :, :].unbind(-1)
@@ -84,9 +84,9 @@ def apply_rope(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
 
 
 class EagleAttention(nn.Module):
-    """Projections of the layer; `project_qkv` of the head applies them."""
+    """Projections of the attention; `EagleHead.project_qkv` applies them."""
 
-    q_norm: nn.Module  # where it has them
+    q_norm: nn.Module  # only with qk_norm or qk_layer_norm
     k_norm: nn.Module
 
     def __init__(self, config: EagleConfig):
@@ -105,7 +105,7 @@ class EagleAttention(nn.Module):
 
 
 class EagleMLP(nn.Module):
-    """SiLU-gated, as Llama's."""
+    """SiLU-gated MLP, as in Llama."""
 
     def __init__(self, config: EagleConfig):
         super().__init__()
@@ -118,7 +118,7 @@ class EagleMLP(nn.Module):
 
 
 class EagleLayer(nn.Module):
-    """Weights of the decoder layer; EAGLE-1's has no input norm."""
+    """Weights of the decoder layer. EAGLE-1's has no input norm."""
 
     def __init__(self, config: EagleConfig):
         super().__init__()
@@ -132,8 +132,8 @@ class EagleLayer(nn.Module):
 
 
 class FeatureCrossAttention(nn.Module):
-    """DREAM's attention of the draft stream to features: RMS-normed queries and keys without rotation, and gates that
-    are zero at first. Its last block is an MLP here, without the attention that would read the stream of all elements.
+    """DREAM's attention from the draft stream to features: queries and keys are RMS-normed but not rotated, and gates
+    start at zero. The last block is only an MLP here; attention over the stream of all elements is left out.
     """
 
     def __init__(self, config: EagleConfig):
@@ -149,7 +149,7 @@ class FeatureCrossAttention(nn.Module):
         self.gate, self.mlp_gate = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """(the state after cross-attention and its MLP, that after the last one), both (..., d)."""
+        """Return the state after cross-attention and its MLP, and the state after the last MLP, both (..., d)."""
         query = self.q_norm(self.q_proj(self.norm(x)).unflatten(-1, (-1, self.q_norm.weight.shape[0])))
         x = x + torch.tanh(self.gate) * self.o_proj(attend(query))
         middle = x + torch.tanh(self.mlp_gate) * self.mlp(self.mlp_norm(x))
@@ -157,7 +157,7 @@ class FeatureCrossAttention(nn.Module):
 
 
 class SemiAutoregressiveHead(nn.Module):
-    """FLASH's semi-autoregressive head: a feature, and those of the tokens after it: (..., d) -> (..., K, d)."""
+    """FLASH's semi-autoregressive head: predicts the features of K tokens from one, (..., d) -> (..., K, d)."""
 
     def __init__(self, hidden: int, block: int):
         super().__init__()
@@ -169,7 +169,7 @@ class SemiAutoregressiveHead(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """Weights of a drafter. The ids of its own head are `d2t` + their index."""
+    """Weights of a drafter. If it has its own LM head, row i of that head predicts target id `d2t[i] + i`."""
 
     kind: ClassVar[str] = "eagle_head"  # identifies its checkpoints
     config_class: ClassVar[type[EagleConfig]] = EagleConfig
@@ -195,7 +195,7 @@ class EagleHead(nn.Module):
                 self.norm = LlamaRMSNorm(d, config.eps)
             if config.norm_embedding:
                 self.embed_norm = LlamaRMSNorm(d, config.eps)
-                with torch.no_grad():  # trains better from a small layer
+                with torch.no_grad():  # small output projections at first train better
                     for weight in (self.layer.self_attn.o_proj.weight, self.layer.mlp.down_proj.weight):
                         weight.mul_(0.3)
         if config.draft_vocab:
@@ -218,7 +218,7 @@ class EagleHead(nn.Module):
         if config.images == "latents":
             self.imadpt = ViSpecAdaptor(config, config.image_latents + 1)
             self.img_fc = nn.Linear(2 * d, d, bias=config.fc_bias)
-            self.img_fc.weight.copy_(torch.eye(d, 2 * d))  # the global vector has no part yet
+            self.img_fc.weight.copy_(torch.eye(d, 2 * d))  # the global vector contributes nothing at first
             if config.fc_bias:
                 self.img_fc.bias.zero_()
 
@@ -228,20 +228,20 @@ class EagleHead(nn.Module):
 
     @property
     def ids(self) -> Tensor | None:
-        """Target ids (D,) of the head's own logits; None if they are the target's vocabulary."""
+        """Target ids (D,) of the head's own logits; None if they cover the target's whole vocabulary."""
         if not 0 < self.config.draft_vocab < self.config.vocab:
             return None
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     @torch.no_grad()
     def keep(self, ids: Tensor) -> None:
-        """Predict these ids (D,), in ascending order."""
+        """Predict only these ids (D,), in ascending order."""
         self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
         self.t2d.zero_()
         self.t2d[ids] = True
 
     def reduced(self, feature: Tensor) -> Tensor:
-        """Target features (..., F) -> (..., d)."""
+        """Reduce target features (..., F) to (..., d)."""
         if self.config.images == "blind":
             return feature.new_zeros(*feature.shape[:-1], self.config.hidden)
         if self.config.fusion != "split":
@@ -254,7 +254,7 @@ class EagleHead(nn.Module):
         return self.fc(feature)
 
     def join(self, embed: Tensor, feature: Tensor, image: Tensor | None) -> Tensor:
-        """Layer input: fc([embedding; img_fc([feature; global vector])]), or both side by side. All (..., d)."""
+        """Return the layer input (..., d), fc([embedding; img_fc([feature; global vector])]), or both (..., 2d)."""
         if self.config.fusion != "sum":
             return torch.cat([embed, feature[..., -self.config.hidden :]], dim=-1)
         if self.config.images == "latents":
@@ -264,12 +264,12 @@ class EagleHead(nn.Module):
         return self.fc(torch.cat([embed, feature], dim=-1))
 
     def shift(self, image_Bd: Tensor) -> Tensor:
-        """What a global vector adds to a layer input that was joined without one."""
+        """Return what a global vector adds to a layer input that was joined without one."""
         d = self.config.hidden
         return image_Bd @ self.img_fc.weight[:, d:].T @ self.fc.weight[:, d:].T
 
     def attention_inputs(self, x: Tensor) -> Tensor:
-        """What queries, keys and values read."""
+        """Return the input of the query, key and value projections."""
         if self.config.fusion == "sum":
             return self.layer.input_layernorm(x) if self.config.norm_input else x
         embed, feature = x.chunk(2, dim=-1)
@@ -278,7 +278,7 @@ class EagleHead(nn.Module):
         return torch.cat([self.layer.input_layernorm(embed), self.layer.hidden_norm(feature)], dim=-1)
 
     def project_qkv(self, x_BTX: Tensor, turn_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries (B, T, H, E), rotated keys and values (B, T, K, E); behind them those of cross-attention."""
+        """Return rotated queries (B, T, H, E), rotated keys and values (B, T, K, E), then cross-attention's, if any."""
         attention, size, read = self.layer.self_attn, self.config.head_size, self.attention_inputs(x_BTX)
         query, key, value = (
             f(read).unflatten(-1, (-1, size)) for f in (attention.q_proj, attention.k_proj, attention.v_proj)
@@ -294,15 +294,15 @@ class EagleHead(nn.Module):
         return query, key, value
 
     def project(self, x_BTX: Tensor, turn_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The same with a key and a value for every head, each (B, T, H, E); for training."""
+        """Like `project_qkv`, with a key and a value for every head, each (B, T, H, E); for training."""
         query, key, value = self.project_qkv(x_BTX, turn_BTC)
         group = self.config.heads // self.config.kv_heads
         return query, key.repeat_interleave(group, dim=2), value.repeat_interleave(group, dim=2)
 
     def after_attention(self, x: Tensor, query: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """The layer behind its queries: the next feature (..., d), or those of `feature_layers` (..., F).
+        """Run the layer from its queries on: return the next feature (..., d), or those of `feature_layers` (..., F).
 
-        attend: of queries to keys and values, of which it takes the half with a number, or all.
+        attend: attends from queries to the stored keys and values; its second argument selects one half of them.
         """
         if self.config.fusion != "cross":
             return self.finish(x, attend(query))
@@ -311,7 +311,7 @@ class EagleHead(nn.Module):
         return torch.cat([middle, self.norm(last)], dim=-1) if self.config.parts == 2 else self.norm(last)
 
     def finish(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The layer after attention: the next feature (..., d)."""
+        """Run the layer after attention and return the next feature (..., d)."""
         layer = self.layer
         if self.config.fusion == "cross":
             x = x[..., : self.config.hidden]
@@ -323,11 +323,11 @@ class EagleHead(nn.Module):
         return self.norm(x) if self.config.norm_output else x
 
     def spread(self, feature: Tensor) -> Tensor:
-        """Features (..., K, d) of the tokens that a pass predicts, from that of the first."""
+        """Expand the first token's feature to the features (..., K, d) of all tokens that one pass predicts."""
         return feature[..., None, :] if self.config.block == 1 else self.ahead(feature)
 
     def decodable(self, feature: Tensor) -> Tensor:
-        """A feature as LM heads read it."""
+        """Convert a feature to the LM head's input."""
         if self.config.fusion == "cross":
             return feature[..., -self.config.hidden :]
         return self.norm(feature) if self.config.fusion == "split" and not self.config.norm_output else feature

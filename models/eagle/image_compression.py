@@ -1,7 +1,7 @@
-"""Networks that turn the slots of an image run into a few vectors: those of ViSpec, FLASH and SpecVLM.
+"""Networks that compress the slots of an image run into a few vectors: those of ViSpec, FLASH and SpecVLM.
 
-Shapes: R image runs, S slots of a run (`real` (R, S) bool: false behind a shorter run), Q vectors, H heads, E head
-size, d hidden size.
+Shapes: R image runs, S slots of a run (`real` (R, S) bool: false past the end of a shorter run), Q vectors, H heads,
+E head size, d hidden size.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class ViSpecAdaptor(nn.Module):
         super().__init__()
         d, self.heads, size = config.hidden, config.heads, config.hidden // config.heads
         self.norm = LlamaRMSNorm(d, config.eps) if config.norm_embedding else nn.Identity()
-        # with ViSpec's scale every query starts as the mean of the run, which our own are not
+        # with ViSpec's initial scale, every query starts as the mean of the run; our larger scale keeps them apart
         self.q = nn.Parameter(torch.randn(count, config.heads, size) * (4.0 if config.norm_embedding else size**-0.5))
         self.k_proj = nn.Linear(d, d, bias=config.qkv_bias)
         self.v_proj = nn.Linear(d, d, bias=config.qkv_bias)
@@ -38,7 +38,7 @@ class ViSpecAdaptor(nn.Module):
 
 
 class FlashQueries(nn.Module):
-    """FLASH (arXiv 2505.12728): latents are mixtures of a run's elements, weighted by softmax(A H^T), unscaled, where H
+    """FLASH (arXiv 2505.12728): latents are mixtures of a run's elements with weights softmax(A H^T), unscaled, where H
     are the target's features at the slots.
     """
 
@@ -47,17 +47,17 @@ class FlashQueries(nn.Module):
         self.queries = nn.Parameter(torch.randn(config.image_latents, config.hidden) * config.hidden**-0.5)
 
     def forward(self, x_RSd: Tensor, feature_RSd: Tensor, real_RS: Tensor, question_Rd: Tensor) -> Tensor:
-        """x: layer inputs of the slots, feature: the target's, question: unused. Returns (R, Q, d)."""
+        """Return latents (R, Q, d). x: layer inputs of the slots, feature: the target's, question: unused."""
         score_RQS = self.queries @ feature_RSd.transpose(1, 2)
         return score_RQS.masked_fill(~real_RS[:, None], float("-inf")).softmax(dim=-1) @ x_RSd
 
 
 class SpecVLMBranches(nn.Module):
-    """SpecVLM (arXiv 2509.11815): one of four compressions, which a gate chooses by the question. In training by a
-    Gumbel-softmax whose forward pass is one-hot; otherwise the gate's first choice.
+    """SpecVLM (arXiv 2509.11815): one of four compressions, which a gate chooses from the question. Training uses a
+    Gumbel-softmax whose forward pass is one-hot; inference uses the gate's argmax.
 
-    All branches give Q vectors here: "prune" evenly spaced slots, "pool" means of adjacent ones, "convolution" a
-    strided one of width 3, "resampler" learned queries.
+    Each branch gives Q vectors here: "prune" picks evenly spaced slots, "pool" averages adjacent ones, "convolution"
+    is strided with width 3, and "resampler" uses learned queries.
     """
 
     def __init__(self, config: EagleConfig):
@@ -68,7 +68,7 @@ class SpecVLMBranches(nn.Module):
         self.resampler = ViSpecAdaptor(config, self.count)
 
     def forward(self, x_RSd: Tensor, feature_RSd: Tensor, real_RS: Tensor, question_Rd: Tensor) -> Tensor:
-        """x: layer inputs of the slots, feature: unused, question: the target's feature after the prompt. (R, Q, d)."""
+        """Return latents (R, Q, d). x: layer inputs of the slots, feature: unused, question: the last feature."""
         x_RSd = x_RSd * real_RS[..., None]
         spaced_RQS, mean_RQS = shares(real_RS, self.count, x_RSd.dtype)
         convolved_RSd = self.convolution(x_RSd.transpose(1, 2)).transpose(1, 2)
@@ -82,8 +82,8 @@ class SpecVLMBranches(nn.Module):
 
 
 def shares(real_RS: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What `count` vectors have of each slot, (R, Q, S): one slot of each of as many parts of a run, its middle; and
-    the mean of the part, as `adaptive_avg_pool1d` parts it.
+    """Return two weight matrices (R, Q, S) that split a run into `count` parts: one selects the middle slot of each
+    part, the other averages the part, as `adaptive_avg_pool1d` divides it.
     """
     length_R1 = real_RS.sum(dim=1, keepdim=True)
     place_Q, slot_S = (torch.arange(n, device=real_RS.device) for n in (count, real_RS.shape[1]))

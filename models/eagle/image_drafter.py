@@ -1,4 +1,4 @@
-"""The feature drafter of image tokens (EAGLE-type, as in LANTERN): one stream under guidance, a separate code head.
+"""Feature drafter for image tokens (EAGLE-type, as in LANTERN): one stream under guidance, with a separate code head.
 
 It drafts chains, dynamic trees (LANTERN), static trees sampled without replacement (LANTERN++), or the first places of
 a Jacobi window. For rules with their own random numbers, chains, windows and static trees report the distribution of
@@ -44,25 +44,25 @@ from visspec.types import (
 )
 
 TREES = ("chain", "dynamic", "static")
-AHEAD = 2  # places of a window that the network drafts
-WEIGHT = 0.6  # of the network's distribution there, beside the window's
+AHEAD = 2  # window places that the network drafts
+WEIGHT = 0.6  # weight of the network's distribution in those places; the rest is the window's
 
 
 class ImageMemory(FeatureMemory):
-    """Memory with position embeddings (P, d), if there are some, and the drafter's random numbers. With two `parts` the
+    """Memory that also holds position embeddings (P, d), if any, and the drafter's random numbers. With `parts` 2, the
     unconditional rows follow the conditional ones.
     """
 
     places: Tensor | None = None
     noise: Gumbel | None = None
-    window: Window | None = None  # behind the chain
+    window: Window | None = None  # continues the chain
     parts = 1
 
     def context_bias(self, width: int, offset: int = 0) -> Tensor | None:
         return None if self.places is None else self.rope(self.places, width, offset)
 
     def each(self, x: Tensor) -> Tensor:
-        """Something of the requests, (B, ...), for every row of the memory."""
+        """Repeat a per-request tensor (B, ...) for every row of the memory."""
         return x if self.parts == 1 else torch.cat([x, x])
 
     def add(self, token_BT: Tensor, feature_BTF: Tensor, counts: list[int]) -> None:
@@ -81,9 +81,9 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
     """A drafter around an `ImageHead`, for one image model (or its `Family`).
 
     tree: "chain" of `levels`; "dynamic", a dynamic tree of `nodes` nodes and frontier `width`; "static", with `shape`
-    nodes per depth. window: places of a Jacobi window, the first `levels` of which (default 2) are drafted with the
-    network (`jacobi.drafter.Front`); 0 is none. Raises ValueError for other options, or when the network was made for
-    another target.
+    nodes per depth. window: places of a Jacobi window, of which the network drafts the first `levels` (default 2; see
+    `jacobi.drafter.Front`); 0 disables it. Raises ValueError for other options, or if the network was made for another
+    target.
     """
 
     head_class = ImageHead
@@ -128,7 +128,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
             self.traits = dataclasses.replace(self.window.traits, feature_layers=self.traits.feature_layers)
 
     def attach(self, target: Family) -> None:
-        """As the base class. Raises ValueError for a target that is no image family."""
+        """Attach as the base class does. Raises ValueError if the target is not an image family."""
         if not isinstance(target, Family):
             raise ValueError(f"drafter: got the target {type(target).__name__}, expected an ImagePipeline's")
         super().attach(target)
@@ -139,7 +139,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
 
     @property
     def vocab(self) -> int:
-        """Number of codes and ids of grammar."""
+        """Number of codes plus grammar ids."""
         return self.family.codes + self.family.grammar
 
     @classmethod
@@ -150,7 +150,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         return known | sizes | {"guided": target.guided, "levels": 5}
 
     def start(self, state: State, scores: Scores) -> None:
-        """Read the prompt: keys and values of all its elements but the last, which waits for the pending token."""
+        """Read the prompt: compute keys and values of all elements but the last, which needs the pending token."""
         check_grid(self.config.rows, self.config.columns, state.request)
         if not self.warned:
             self.warned = warn_of_guidance(self.config.guidance, state.request.sampling.guidance)
@@ -169,7 +169,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         self._read_prompt(state, memory, layout.lengths, [(x, turn)], features[:, -1:])
 
     def _begin(self, state: State, scores: Scores, memory: ImageMemory) -> None:
-        """Set what a structure needs: a window, or a static tree's random numbers, if the rule judges draws."""
+        """Create the window, or a static tree's random numbers if the acceptance rule judges samples."""
         if self.window is not None:
             memory.window = self.window.first_window(state, scores)
         elif self.counts is not None and state.noise is not None and state.noise.samples:
@@ -179,7 +179,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         return next(target.decoder.parameters())
 
     def _code_parts(self, head: ImageHead) -> tuple[nn.Embedding, nn.Module]:
-        """The embedding of ids and the head of codes."""
+        """Return the embedding of ids and the head of codes."""
         return embedding(self.family, self.vocab), head.codes
 
     def _embed_again(self, target: Family) -> None:
@@ -187,7 +187,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         self.embed, _ = self._code_parts(self.head)
 
     def _whole(self, scores: Scores) -> Scores:
-        """Without guidance the unconditional state is the conditional one: u + s (c - u) = c."""
+        """Repeat the features if there is no guidance: the two states are then equal, u + s (c - u) = c."""
         assert scores.features is not None
         parts = self.config.parts * self.config.hidden // scores.features.shape[-1]
         return scores if parts == 1 else dataclasses.replace(scores, features=scores.features.repeat(1, 1, parts))
@@ -233,7 +233,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         return self._with_grammar(head_logits(self.head.codes, states, self.dtype))
 
     def _with_grammar(self, logits: Tensor) -> Tensor:
-        """Logits of codes, and of the ids behind them, which it never drafts."""
+        """Append logits for the grammar ids after the codes; they are impossible because grammar is never drafted."""
         return F.pad(logits, (0, self.family.grammar), value=IMPOSSIBLE)
 
     def _context(
@@ -243,7 +243,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
 
     def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
         layout = super()._lesson_layout(lesson)
-        place = (layout.token - lesson.prompt_length + 2).clamp(0, self.config.places - 1)  # grammar may follow
+        place = (layout.token - lesson.prompt_length + 2).clamp(0, self.config.places - 1)  # grammar ids may come after
         return dataclasses.replace(layout, image=place)
 
     def _following(self, lesson: TrainingBatch) -> Tensor:
@@ -252,14 +252,14 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         return torch.cat([lesson.embeddings[:, 1:].detach().to(answer.dtype), answer], dim=1)
 
     def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
-        """As in the base class; positions fixed by grammar are masked."""
+        """Run the base class's rollout; positions fixed by grammar are masked."""
         free = lesson.best < self.config.codes
         return [step._replace(weight=step.weight & free) for step in super().rollout(lesson, steps)]
 
 
 class CaptureTarget(ImageAR):
-    """Target for `train.capture`: the scores of the prefill include positions, padding and embeddings, all of them what
-    the head reads.
+    """Target for `train.capture`: the scores of the prefill include positions, padding and embeddings, and every
+    position has the states that the head reads.
     """
 
     def __init__(self, family: Family):

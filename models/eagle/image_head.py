@@ -1,9 +1,9 @@
-"""The one-layer network of a feature drafter for image tokens: `EagleHead` with image positions and a code head.
+"""One-layer network of a feature drafter for image tokens: `EagleHead` with image positions and a code head.
 
-The target's feature after a token is the conditional hidden state, with classifier-free guidance concatenated with the
-unconditional one; both are reduced to one vector. Drafting needs no unconditional pass: the network's head is trained
-on the *guided* distribution at one guidance scale, stored in the configuration. Each element also gets a learned
-embedding of the row and column of the code it predicts.
+The target's feature after a token is its conditional hidden state; with classifier-free guidance, the unconditional
+one is concatenated. Both are reduced to one vector. Drafting needs no unconditional pass: the network's head is
+trained on the *guided* distribution at one guidance scale, which the configuration stores. Each element also gets a
+learned embedding of the row and column of the code that it predicts.
 
 Shapes: T positions of an image, d hidden size.
 """
@@ -21,12 +21,12 @@ from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead
 from visspec.models.layers import TINY
 
-SPREAD = 6.0  # scales the difference of the two states to about their magnitude
+SPREAD = 6.0  # scales the difference of the two states to roughly their own magnitude
 
 
 @dataclass(frozen=True)
 class ImageHeadConfig(EagleConfig):
-    """`vocab` includes codes and grammar ids. An image has `rows` rows of `columns` positions, row ends included."""
+    """`vocab` counts codes and grammar ids. An image has `rows` rows of `columns` positions, including row ends."""
 
     images: str = "none"
     eps: float = 1e-12
@@ -49,7 +49,7 @@ class ImageHeadConfig(EagleConfig):
 
     @property
     def places(self) -> int:
-        """Number of positions of an image."""
+        """Number of positions in an image."""
         return self.rows * self.columns
 
 
@@ -76,7 +76,7 @@ class ImageHead(EagleHead):
                 self.reduce.weight.mul_(0.5).add_(mixture)
 
     def reduced(self, feature: Tensor) -> Tensor:
-        """Target features (..., F) -> (..., d). The difference of the two states is small, so it is scaled up."""
+        """Reduce target features (..., F) to (..., d). The difference of the two states is small and scaled up."""
         if not self.config.guided:
             return feature
         conditional, unconditional = feature.chunk(2, dim=-1)
@@ -85,12 +85,12 @@ class ImageHead(EagleHead):
         return self.reduce(both * (math.sqrt(self.config.hidden) / size))
 
     def places(self) -> Tensor:
-        """Embedding of the predicted image position t, (T, d); zero at 0, which is never predicted."""
+        """Return the embedding of each predicted image position, (T, d); zero at 0, which is never predicted."""
         index = torch.arange(1, self.config.places, device=self.row.weight.device)
         own = self.row(index // self.config.columns) + self.column(index % self.config.columns)
         return torch.cat([torch.zeros_like(own[:1]), own]) if len(own) else own.new_zeros(1, self.config.hidden)
 
     def join(self, embed: Tensor, feature: Tensor, image: Tensor | None) -> Tensor:
-        """Layer input: fc([norm(embedding); feature]) plus the position. All (..., d)."""
+        """Return layer inputs (..., d): fc([norm(embedding); feature]) plus the position embedding."""
         assert image is not None
         return super().join(embed, feature, None) + image

@@ -1,12 +1,12 @@
 """LANTERN's published drafters of image codes (arXiv 2410.03355), for LlamaGen and for Chameleon (Anole).
 
-An `EagleHead` of EAGLE-1's form with an embedding table of its own. Under guidance it reads and predicts the
-conditional and the unconditional state, each in a row of its own, and the target's head decodes their mixture. An
-element has the target's features after token t and the embedding of token t + 1, by whose place it is rotated:
+An `EagleHead` of EAGLE-1's form with its own embedding table. Under guidance it reads and predicts the conditional and
+the unconditional state, each in its own row, and the target's head decodes their mixture. An element combines the
+target's features after token t with the embedding of token t + 1, whose place determines the rotation:
 
-* for LlamaGen by row and column, and not at all in the prefix, whose tokens all have the embedding of id 0; padding of
-  the prefix is read as everything else. The layer has no input norm, and pairs of neighbouring channels are rotated.
-* for Chameleon by the number of its element. The layer has an input norm, and Chameleon's norm of queries and keys.
+* LlamaGen: rotated by row and column. The prefix is not rotated, and its tokens all have the embedding of id 0; its
+  padding is read like everything else. The layer has no input norm, and pairs of neighboring channels are rotated.
+* Chameleon: rotated by the element's number. The layer has an input norm and Chameleon's norm of queries and keys.
 
 Shapes: B rows, R = B or 2 B rows of the memory, L prompt, d hidden size, V ids.
 """
@@ -39,13 +39,13 @@ from visspec.models.eagle.layout import layer_fields
 from visspec.models.image_codes.target import Family
 from visspec.types import Scores, State
 
-GRIDS = {"c2i": 24, "t2i": 16, "t2i2": 32}  # `input_type` of a drafter for LlamaGen: rows and columns of its images
+GRIDS = {"c2i": 24, "t2i": 16, "t2i2": 32}  # `input_type` of a LlamaGen drafter: side of its images in codes
 QUERY, INPUT_NORM = "layers.0.self_attn.q_norm.bias", "layers.0.input_layernorm.weight"
 
 
 def family_of_layout(data: dict, names: set[str]) -> str | None:
-    """The family that a published drafter of image codes is made for, by its configuration and tensors; None: it is no
-    such drafter.
+    """Return the family that a published drafter of image codes is made for, judged by its configuration and tensor
+    names, or None if it is not such a drafter.
     """
     if not {"fc.weight", "embed_tokens.weight"} <= names:
         return None
@@ -55,10 +55,10 @@ def family_of_layout(data: dict, names: set[str]) -> str | None:
 class LanternDrafter(ImageFeatureDrafter):
     """A published drafter for one image model (or its `Family`), with the trees of `ImageFeatureDrafter`.
 
-    Raises ValueError, before weights are read, for another target, another size of image or other tensors.
+    Raises ValueError, before it reads weights, if the target, the image size or the tensors do not match.
     """
 
-    saved_as = "model"  # its files are the folder's
+    saved_as = "model"  # published checkpoints name their weights so
     head_class = EagleHead  # type: ignore[assignment]
     head: EagleHead  # type: ignore[assignment]
     config: EagleConfig  # type: ignore[assignment]
@@ -72,7 +72,7 @@ class LanternDrafter(ImageFeatureDrafter):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: nn.Module | Family, **options: Any) -> Self:
-        """Load a published checkpoint, as safetensors, for its target, strictly; `options` as in the constructor."""
+        """Load a published checkpoint from safetensors, strictly. `options` are those of the constructor."""
         root, family = check_folder(folder), cls.subject(target)
         shapes = strip_prefix(read_shapes(root), root)
         config = config_of(root, read_json(root, CONFIG), shapes, family)
@@ -87,7 +87,7 @@ class LanternDrafter(ImageFeatureDrafter):
         return cls(head, family, **options)  # type: ignore[arg-type]
 
     def attach(self, target: Family) -> None:
-        """Adapt to a target, whose style may have other ids of grammar."""
+        """Adapt to a target, whose style may have other grammar ids."""
         super().attach(target)
         self._embed_again(target)
         self.refresh()
@@ -96,8 +96,8 @@ class LanternDrafter(ImageFeatureDrafter):
         return scores
 
     def _code_parts(self, head: Any) -> tuple[nn.Embedding, nn.Module]:
-        """The rows of its table that are ids of the loop; `_logits` asks the family for logits. The network takes the
-        target's dtype.
+        """Return the embedding of the loop's ids, and no head: `_logits` asks the family for logits. The network is
+        cast to the target's dtype.
         """
         table = head.to(self._like(self.family)).embed_tokens
         if self.family.vocabulary is None:
@@ -109,14 +109,14 @@ class LanternDrafter(ImageFeatureDrafter):
             return super()._rotations(length, device)
         table_PC = self.family.grid_rope()
         assert table_PC is not None
-        place = torch.arange(1, length + 1, device=device)  # of the token behind the feature's
+        place = torch.arange(1, length + 1, device=device)  # of the token after the feature's token
         return table_PC.to(device)[place.clamp(max=len(table_PC) - 1)]
 
     def _each(self, x: Tensor, memory: ImageMemory) -> Tensor:  # type: ignore[override]
         return memory.each(x)
 
     def _mixed(self, feature: Tensor, state: State) -> Tensor:
-        """A head without a bias gives of the mixture of two states the mixture of their logits."""
+        """Mix the two states under guidance. The head has no bias, so this mixes their logits, too."""
         if state.memory.parts == 1:
             return feature
         conditional, unconditional = feature.chunk(2)
@@ -126,7 +126,7 @@ class LanternDrafter(ImageFeatureDrafter):
         return self._with_grammar(self.family.head(feature.to(self.dtype)))
 
     def start(self, state: State, scores: Scores) -> None:
-        """Read the prompt of each row, and under guidance the unconditional one."""
+        """Read the prompt of each row and, under guidance, the unconditional one."""
         assert scores.features is not None
         prompt, features_BLF = state.request.inputs, scores.features[state.rows]
         parts, length = features_BLF.shape[-1] // self.config.hidden, prompt.ids.shape[1]
@@ -143,7 +143,7 @@ class LanternDrafter(ImageFeatureDrafter):
 
 
 def config_of(folder: Path, data: dict, shapes: Mapping[str, tuple[int, ...]], family: Family) -> EagleConfig:
-    """The configuration of a published checkpoint. Raises ValueError for what it asks for and is not there."""
+    """Convert a published configuration. Raises ValueError if it needs something that is not supported."""
     named, size = family_of_layout(data, set(shapes)), data.get("input_type")
     if named != family.name:
         raise ValueError(f"drafter: {folder} is made for a target of family {shorten(named)}, got {family.name!r}")
@@ -166,7 +166,7 @@ def config_of(folder: Path, data: dict, shapes: Mapping[str, tuple[int, ...]], f
 
 @torch.no_grad()
 def halve(head: EagleHead) -> None:
-    """Reorder queries and keys of pairs of neighbouring channels, so that channel c and c + E / 2 are the pairs."""
+    """Reorder query and key channels from neighboring pairs to halves: channel c is paired with c + E / 2."""
     attention, size = head.layer.self_attn, head.config.head_size
     for part in (attention.q_proj, attention.k_proj):
         part.weight.copy_(part.weight.unflatten(0, (-1, size // 2, 2)).transpose(1, 2).flatten(0, 2))

@@ -1,14 +1,12 @@
-"""The one layer of a feature drafter, as drafting calls it: eager, compiled or recorded as a CUDA graph; and its keys
-and values.
+"""The one layer of a feature drafter as drafting uses it (eager, compiled or as a CUDA graph), and its KV memory.
 
-`DraftLayer` runs an `EagleHead` as it is; `FoldedLayer` has its norms folded into the following matrices, where all of
-them stand behind one. A level of drafting is `join` (the layer's
-input), `project` (queries, keys, values), attention by whoever holds keys and values, `after_attention` (the rest of
-the layer) and `logits`.
+`DraftLayer` runs an `EagleHead` unchanged; `FoldedLayer` folds the norms into the matrices that follow them, which
+requires a norm before every matrix. One level of drafting consists of `join` (the layer's input), `project` (queries,
+keys, values), attention by the owner of keys and values, `after_attention` (the rest of the layer) and `logits`.
 
 Row b of a `FeatureMemory` has slots [0, lengths[b]) for elements with the target's features; drafted elements are
 written after them and overwritten in the next round. Row lengths may differ and are stored on the host, so nothing
-synchronises.
+synchronizes.
 
 Shapes: B rows, T elements, N = B * T, S slots, H heads, K heads of keys, E head size, C rotations, W frontier width,
 M drafted tree nodes, d hidden size, F features, V vocabulary.
@@ -30,14 +28,14 @@ from visspec.models.eagle.head import EagleHead
 from visspec.models.layers import TINY, over_vocabulary, rotate, unit
 from visspec.models.runner.buffer_pool import BufferLease
 
-FOLD_LIMIT = 1 << 26  # numbers in the folded embedding table; above it embeddings are looked up and multiplied
+FOLD_LIMIT = 1 << 26  # largest folded embedding table, in numbers; beyond it embeddings are looked up and multiplied
 
 
 class FeatureMemory(PendingInputs):
-    """State of one request.
+    """Keys, values and queued elements of one request.
 
-    heads: of keys, and as many of values. first: the position, by row, of the first element after the prompt's read.
-    answer: elements that will follow, for which there is room from the start as in `cache.SlotCache`.
+    heads: number of key heads, and of value heads. first: position of each row's first element after the prompt.
+    answer: number of elements to expect; room for them is allocated at once, as in `cache.SlotCache`.
     """
 
     def __init__(self, heads: int, first: list[int], answer: int = 0):
@@ -47,13 +45,13 @@ class FeatureMemory(PendingInputs):
         self.lengths: list[int] = [0] * len(first)
         self.image_bias: Tensor | None = None  # (B, d) term of the last global vector in a layer input
         self.kv = torch.empty(0)
-        self.spare = 0  # rows allocated behind those of `kv`: of rows that have left
-        self.lease: BufferLease | None = None  # what keeps a store that was lent from others
-        self.table = torch.empty(0)  # rotations by position, as far as this draft goes
+        self.spare = 0  # rows allocated after those of `kv`, left by rows that ended
+        self.lease: BufferLease | None = None  # keeps others from a borrowed store
+        self.table = torch.empty(0)  # rotations by position, for the current draft
 
     def write_prompt(self, kv_BTHE: Tensor, lengths: list[int], start: int = 0) -> None:
-        """Store the prompt's keys and values, packed to the left, (B, T, 2H, E); those of its elements from `start` on.
-        lengths: of whole prompts.
+        """Store the prompt's keys and values (B, T, 2H, E), packed to the left, from element `start` on. lengths: of
+        the whole prompts.
         """
         end = start + kv_BTHE.shape[1]
         if start == 0:
@@ -64,7 +62,7 @@ class FeatureMemory(PendingInputs):
         self.kv[:, start:end] = kv_BTHE
 
     def move_storage(self, kv_BSHE: Tensor, spare: int) -> None:
-        """Go on in another store, which holds what this one does, with `spare` rows behind."""
+        """Continue in another store, which already holds the same contents and has `spare` more rows."""
         self.kv, self.spare = kv_BSHE, spare
         self._keys = self.kv[:, :, : self.heads].transpose(1, 2)
         self._values = self.kv[:, :, self.heads :].transpose(1, 2)
@@ -85,17 +83,17 @@ class FeatureMemory(PendingInputs):
             self._enlarge(len(self.kv), more_room(slots, self.kv.shape[1]))
 
     def _enlarge(self, rows: int, room: int) -> None:
-        """Go on in a larger store."""
+        """Copy everything to a larger store and continue there."""
         grown = self.kv.new_zeros(rows, room, *self.kv.shape[2:])
         grown[: len(self.kv), : self.end] = self.kv[:, : self.end]
         self.move_storage(grown, 0)
 
     def add(self, token_BT: Tensor, feature_BTF: Tensor, counts: list[int]) -> None:
-        """Store elements to be processed later: counts[b] in row b, padded on the right."""
+        """Queue elements for later processing: counts[b] in row b, padded on the right."""
         self.pending_inputs.append((token_BT, feature_BTF, counts))
 
     def rope(self, rope_table_PC: Tensor, width: int, offset: int = 0) -> Tensor:
-        """Rotations of `width` elements, `offset` behind the last one read, (1|B, T, C)."""
+        """Return rotations of `width` elements, `offset` after the last processed one, (1|B, T, C)."""
         if self.even:
             first = self.positions[0] + offset
             return rope_table_PC[None, first : first + width]
@@ -103,7 +101,7 @@ class FeatureMemory(PendingInputs):
         return rope_table_PC[self._position_B[:, None] + ahead]
 
     def context_bias(self, width: int, offset: int = 0) -> Tensor | None:
-        """Context term of the layer inputs of the same elements, (1|B, 1|T, d)."""
+        """Return what the image context adds to the layer inputs of these elements, (1|B, 1|T, d)."""
         return None if self.image_bias is None else self.image_bias[:, None]
 
     def write(self, kv_BTHE: Tensor, offset: int = 0) -> None:
@@ -122,8 +120,8 @@ class FeatureMemory(PendingInputs):
         self._measure()
 
     def attend(self, query_BHE: Tensor, part: int | None = None, drafted: int = 0) -> Tensor:
-        """Attention of one query per row over processed elements and `drafted` further ones, (B, H * E). part: the half
-        of the keys and values, by number, if queries have two kinds of them.
+        """Attend with one query per row to the processed elements and `drafted` further ones, (B, H * E). part: which
+        half of the keys and values to use, if there are twice as many as queries.
         """
         extent = self.end + drafted
         mask = None
@@ -140,8 +138,8 @@ class FeatureMemory(PendingInputs):
         return F.scaled_dot_product_attention(query_BHWE, keys, values, attn_mask=mask, enable_gqa=grouped)
 
     def attend_tree(self, query_NHE: Tensor, part: int | None = None, *, seen_BWM: Tensor) -> Tensor:
-        """Attention of a frontier's queries, N = B * W, over processed elements and their ancestors in the tree,
-        (N, H * E). part: as of `attend`.
+        """Attend with a frontier's queries, N = B * W, to processed elements and ancestors in the tree, (N, H * E).
+        part: as in `attend`.
         """
         rows, width, nodes = seen_BWM.shape
         extent = self.end + nodes
@@ -162,7 +160,7 @@ class FeatureMemory(PendingInputs):
         self._measure()
 
     def join(self, other: FeatureMemory, take: list[int]) -> None:
-        """Add rows of another request's memory, in the room that is spare."""
+        """Add rows of another request's memory, in spare rows if there are enough."""
         rows, wanted = len(self.lengths), len(self.lengths) + len(take)
         longest = max(other.lengths[b] for b in take)
         if self.spare >= len(take) and self.kv.shape[1] >= longest:
@@ -178,7 +176,7 @@ class FeatureMemory(PendingInputs):
         self._measure()
 
     def _image_bias_like(self, other: FeatureMemory) -> Tensor:
-        """The rows' shift, or zeros if none of them has an image."""
+        """Return the rows' bias, or zeros if none of them has an image."""
         if self.image_bias is not None:
             return self.image_bias
         assert other.image_bias is not None
@@ -186,38 +184,38 @@ class FeatureMemory(PendingInputs):
 
 
 class DraftLayer(nn.Module):
-    """An `EagleHead` for drafting, in the target's dtype. Ids outside of the head's vocabulary have logits of -inf.
+    """An `EagleHead` for drafting, in the target's dtype. Ids outside the head's vocabulary have logits of -inf.
 
-    embed, lm_head: modules that ids and features go through, the target's or the drafter's own.
+    embed, lm_head: modules for ids and features, either the target's or the drafter's own.
     """
 
     def __init__(self, head: EagleHead, embed: nn.Embedding, lm_head: nn.Module, dtype: torch.dtype):
         super().__init__()
         config = head.config
         self.head, self.dtype, self.vocab, self.heads = head, dtype, config.vocab, config.heads
-        self.grouped = config.kv_heads < config.heads  # whether several heads of queries share keys
+        self.grouped = config.kv_heads < config.heads  # several query heads share keys
         self.latents = config.images == "latents"
         self.embed, self.lm_head = embed, head.lm_head if config.draft_vocab else lm_head
         self.own_head, self.ids = config.draft_vocab > 0, head.ids
 
     def join(self, token: Tensor, feature: Tensor, context_bias: Tensor | None) -> Tensor:
-        """Layer inputs (N, ...) of ids (...), features (..., d) before them and what the context adds (..., d)."""
+        """Return layer inputs (N, ...) from ids (...), the features before them (..., d) and the context bias."""
         embed = stored_rows(self.embed, token).to(feature.dtype)
         x = self.head.join(embed, feature, torch.zeros_like(feature) if self.latents else None)
         return (x + context_bias if self.latents and context_bias is not None else x).flatten(0, -2)
 
     def project(self, x_N: Tensor, rows: int, width: int, turn_BTC: Tensor) -> Tensor:
-        """Rotated queries, rotated keys, and values of a block of elements, (B, T, H + 2K, E). turn: rotations, complex
-        or as pairs of real numbers (B, T, C, 2).
+        """Return rotated queries, rotated keys, and values of a block of elements, (B, T, H + 2K, E). turn: rotations,
+        complex or as pairs of real numbers (B, T, C, 2).
         """
         return torch.cat(self.head.project_qkv(x_N.view(rows, width, x_N.shape[-1]), turn_BTC), dim=2)
 
     def after_attention(self, x_N: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """The layer behind its queries: the predicted feature (N, d). attend: of queries to keys and values."""
+        """Run the rest of the layer and return the predicted feature (N, d). attend: attends with given queries."""
         return self.head.after_attention(x_N, query_NHE, attend)
 
     def keys_values(self, x_BTX: Tensor, turn_BTC: Tensor) -> Tensor:
-        """Rotated keys, and values, of a prompt's layer inputs, (B, T, 2K, E)."""
+        """Return rotated keys and values of a prompt's layer inputs, (B, T, 2K, E)."""
         rows, width = x_BTX.shape[:2]
         return self.project(x_BTX.flatten(0, 1), rows, width, turn_BTC)[:, :, self.heads :]
 
@@ -230,8 +228,8 @@ class DraftLayer(nn.Module):
         turn_BTC: Tensor,
         offset: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """Store keys and values of elements, `offset` slots behind the processed ones: layer inputs (N, ...), and
-        queries (B, T, H, E).
+        """Store keys and values of elements, `offset` slots after the processed ones. Return the layer inputs (N, ...)
+        and queries (B, T, H, E).
         """
         x_N = self.join(token_BT, feature_BTd, bias)
         rows, width = token_BT.shape
@@ -248,26 +246,26 @@ class DraftLayer(nn.Module):
         turn_B1C: Tensor,
         level: int,
     ) -> Tensor:
-        """One element per row, stored after the `level` drafted ones: the predicted feature (B, d)."""
+        """Read one element per row, stored after `level` drafted ones, and return the predicted feature (B, d)."""
         x_B, query_B1HE = self.read(memory, token_B[:, None], feature_Bd[:, None], bias_B1d, turn_B1C, level)
         return self.after_attention(x_B, query_B1HE[:, 0], partial(memory.attend, drafted=level + 1))
 
     def logits(self, feature: Tensor) -> Tensor:
-        """(..., d) -> (..., V)."""
+        """Return logits (..., V) of features (..., d)."""
         read = self.head.decodable(feature)
         if self.own_head:
             return over_vocabulary(self.lm_head(read), self.ids, self.vocab)
         return head_logits(self.lm_head, read, self.dtype)
 
     def packed(self) -> bool:
-        """Whether the head has weights that only itself can read, as quantisation leaves it."""
+        """Whether the head has quantized weights, which only the head itself can read."""
         weights = [*self.lm_head.parameters()]
         return not weights or not all(weight.is_floating_point() for weight in weights)
 
 
 def head_logits(lm_head: nn.Module, feature: Tensor, dtype: torch.dtype) -> Tensor:
-    """Logits of a linear head, without the hooks on it; one with packed weights, or an adapter, computes them itself,
-    from `dtype`.
+    """Compute the logits of a linear head without running its hooks. A head with quantized weights or an adapter is
+    called as a module, with inputs in `dtype`.
     """
     weight = getattr(lm_head, "weight", None)
     if not isinstance(weight, Tensor) or not weight.is_floating_point() or hasattr(lm_head, "base_layer"):
@@ -276,17 +274,17 @@ def head_logits(lm_head: nn.Module, feature: Tensor, dtype: torch.dtype) -> Tens
 
 
 class FoldedLayer(DraftLayer):
-    """As `DraftLayer`, with norms folded into the following matrices, matrices transposed, one embedding table, and
-    rotated channels beside each other (`config.foldable`).
+    """Like `DraftLayer`, with norms folded into the next matrices, matrices transposed, one embedding table, and the
+    two channels of each rotation next to each other (requires `config.foldable`).
 
     A level is x = table[token] + bias + feature @ feature_in, then the layer on x / |x|: no embedding, bias or scale.
     """
 
-    table: Tensor | None  # (V, d) embedding half of fc for every token, bias included; None for large vocabularies
+    table: Tensor | None  # (V, d) embedding half of fc per token, with bias; None for large vocabularies
 
     @torch.no_grad()
     def __init__(self, head: EagleHead, embed: nn.Embedding, lm_head: nn.Module, dtype: torch.dtype):
-        """Fold a network, in float32."""
+        """Fold the network's weights, in float32."""
         super().__init__(head, embed, lm_head, dtype)
         d, layer, size = head.config.hidden, head.layer, head.config.head_size
         root, attention, mlp = math.sqrt(d), layer.self_attn, layer.mlp
@@ -296,7 +294,7 @@ class FoldedLayer(DraftLayer):
             bias = bias + for_feature @ head.img_fc.bias.float()
             for_feature = for_feature @ head.img_fc.weight[:, :d].float()
         self.embed_in, self.bias = self._stored(for_embed.T), self._stored(bias)
-        self.feature_in = self._stored(for_feature.T)  # (d, d) applied to a (reduced) feature
+        self.feature_in = self._stored(for_feature.T)  # (d, d), applied to a (reduced) feature
         halves = torch.cat([attention.q_proj.weight, attention.k_proj.weight]).unflatten(0, (-1, 2, size // 2))
         qkv = torch.cat([halves.transpose(1, 2).flatten(0, 2), attention.v_proj.weight])
         self.qkv = self._stored((qkv * layer.input_layernorm.weight * root).T)
@@ -328,7 +326,7 @@ class FoldedLayer(DraftLayer):
         rotated = qkv[:, :, : 2 * self.heads]
         if not turn_BTC.is_complex():
             return torch.cat([rotate_real(rotated, turn_BTC), qkv[:, :, 2 * self.heads :]], dim=2)
-        if qkv.dtype == torch.float32:  # in place, which saves two calls
+        if qkv.dtype == torch.float32:  # in place, which saves two kernels
             torch.view_as_complex(rotated.unflatten(-1, (-1, 2))).mul_(turn_BTC[:, :, None])
         else:
             rotated.copy_(rotate(rotated, turn_BTC))
@@ -342,19 +340,19 @@ class FoldedLayer(DraftLayer):
 
 
 def stored_rows(embed: nn.Embedding, ids: Tensor) -> Tensor:
-    """Rows of a table as they are stored, as the published code reads them; ids beyond it are image placeholders, whose
-    rows are not used.
+    """Look up rows of a table directly, without module hooks or scaling, as the published code does. Ids beyond the
+    table are image placeholders, whose rows are not used.
     """
     return F.embedding(ids.clamp(max=embed.weight.shape[0] - 1), embed.weight)
 
 
 def direction(x: Tensor) -> Tensor:
-    """x divided by its length, as folded weights expect."""
+    """Divide x by its length, as folded weights expect."""
     return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_(min=TINY)
 
 
 def rotate_real(x_BTHE: Tensor, turn_BTC2: Tensor) -> Tensor:
-    """As `layers.rotate`, with rotations as pairs of real numbers, which `torch.compile` fuses."""
+    """Like `layers.rotate`, with rotations as pairs of real numbers, which `torch.compile` can fuse."""
     pair, turn = x_BTHE.float().unflatten(-1, (-1, 2)), turn_BTC2[:, :, None]
     real = pair[..., 0] * turn[..., 0] - pair[..., 1] * turn[..., 1]
     imaginary = pair[..., 0] * turn[..., 1] + pair[..., 1] * turn[..., 0]

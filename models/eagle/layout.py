@@ -1,12 +1,11 @@
-"""Published checkpoints of one-layer drafters, as they are read (`export` writes them): what their configuration says,
-and what their tensors are called.
+"""Reading published checkpoints of one-layer drafters: their configurations and tensor names (`export` writes them).
 
-Forms: "eagle" (EAGLE-1 and 2, MSD, ViSpec: a Llama configuration, or one named after the target; `layers.0.*` without
-an input norm, which MSD of Qwen2-VL has, and `fc` over [embedding; feature]; NeMo Automodel's have it too, and a final
-norm, whose output is the next feature), "eagle3" (EAGLE-3 and SpecForge:
-`midlayer.*`) and "speculators" (a nested configuration, `layers.0.*`). Which states of the target are read is counted
-in two ways: speculators, vLLM and some others name hidden_states[i] itself, the input of layer i; ids that begin with 1
-(SpecForge, ModelOpt) or 0 name layers whose outputs are read, hidden_states[i + 1].
+Forms: "eagle" (EAGLE-1 and 2, MSD, ViSpec), "eagle3" (EAGLE-3 and SpecForge: `midlayer.*`) and "speculators" (a nested
+configuration, `layers.0.*`). "eagle" has a Llama configuration, or one named after the target; `layers.0.*` without an
+input norm (MSD for Qwen2-VL has one); and `fc` over [embedding; feature]. NeMo Automodel's checkpoints add the input
+norm and a final norm whose output is the next feature. There are two ways to count the target states that a head reads:
+speculators, vLLM and some others name hidden_states[i] itself, the input of layer i; ids that begin with 1 (SpecForge,
+ModelOpt) or 0 name layers whose outputs are read, hidden_states[i + 1].
 """
 
 from __future__ import annotations
@@ -44,20 +43,20 @@ from visspec.models.published_tensors import rename, rename_tensor
 logger = logging.getLogger(__name__)
 EMBEDDING = "embed_tokens.weight"
 PREFIXES = ((MIDLAYER, LAYER), ("img_adaptor.query", "imadpt.q"), ("img_adaptor.", "imadpt."))  # theirs and ours
-AUTOMODEL = ("LlamaEagleDraftModel", "VispecDraftModel", "LlamaEagle3DraftModel")  # under their target's configuration
-ONE_ROW = (*AUTOMODEL, "Qwen3Eagle3Model")  # whose positions are numbers of slots, also where the target's are M-RoPE's
+AUTOMODEL = ("LlamaEagleDraftModel", "VispecDraftModel", "LlamaEagle3DraftModel")  # with their target's configuration
+ONE_ROW = (*AUTOMODEL, "Qwen3Eagle3Model")  # use slot numbers as positions even if the target has M-RoPE
 SLOTS = {"positions": "index", "mrope_section": (), "mrope_interleaved": False}
-LLAVA, PADDED = "LlavaLlamaForCausalLM", 64  # LLaVA's own class, and ids that it gains at most in transformers
-OF_THE_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # which speculators may have saved too
-DEPTHS = {"eagle": 5, "eagle3": 7, "speculators": 5}  # drafted by their own defaults
-MODELOPT = {  # flags of its `eagle_config`, and their values in an EAGLE-3 head
+LLAVA, PADDED = "LlavaLlamaForCausalLM", 64  # LLaVA's own class, and the most ids that transformers adds to it
+OF_THE_TARGET = ("verifier_norm.weight", "verifier_lm_head.weight")  # target weights that speculators may also save
+DEPTHS = {"eagle": 5, "eagle3": 7, "speculators": 5}  # default draft lengths of the original code
+MODELOPT = {  # flags of its `eagle_config`, with their values for an EAGLE-3 head
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
     "parallel_draft_step": 1,
 }
-Layers = str | int | list[int] | tuple[int, ...]  # of an option: "2-14-29", one number, or a list
+Layers = str | int | list[int] | tuple[int, ...]  # type of the option `layers`: "2-14-29", one number, or a list
 
 
 def read(
@@ -71,12 +70,12 @@ def read(
     layers: Layers | None = None,
     **options: Any,
 ) -> EagleDrafter:
-    """The drafter of a published checkpoint, in the target's dtype. data, shapes: its configuration and the headers of
-    its tensors. images: what it sees of a picture, where the checkpoint does not tell (`eagle.config.IMAGES`).
-    Of an EAGLE-3 head, in place of what it says: norm_output, whether it reads its own normed states; layers, the
-    target's hidden states that it reads ("2-14-29").
+    """Load a published checkpoint as a drafter, in the target's dtype.
 
-    Raises ValueError, before weights are read, if they are not exactly those of the form or of this target.
+    data, shapes: its configuration and the headers of its tensors. images: how it represents images, if the checkpoint
+    does not say (`eagle.config.IMAGES`). norm_output and layers override an EAGLE-3 head's configuration: whether it
+    reads its own normed states, and which hidden states of the target it reads ("2-14-29"). Raises ValueError, before
+    it reads weights, unless the tensors are exactly those of the form and of this target.
     """
     stored = rename(shapes, [("^" + re.escape(theirs), ours) for theirs, ours in PREFIXES])
     shapes, missing = {own: shape for own, (_, shape) in stored.items()}, _padding(data, model)
@@ -88,7 +87,7 @@ def read(
         config = config_of(folder, form, data, shapes, model, images, layers)
         EagleDrafter.check_target(config, model)
         head = EagleHead(config)
-    whole = config.draft_vocab == config.vocab  # such heads may have maps that map nothing
+    whole = config.draft_vocab == config.vocab  # such heads may store id maps that change nothing
     skipped = (*OF_THE_TARGET, "d2t", "t2d") if whole else OF_THE_TARGET
     names = {own: name for own, (name, _) in stored.items() if own not in skipped}
     used = [pair for pair in PREFIXES if any(name.startswith(pair[0]) for name in names.values())]
@@ -110,7 +109,7 @@ def read(
 
 
 def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
-    """The configuration with `norm_output` as it is asked for. SpecForge wrote true for heads that it trained on states
+    """Apply the option `norm_output` to the configuration. SpecForge wrote true for heads that it trained on states
     without the norm (until its pull request 879); EAGLE 3.1, and engines that serve it, mean normed ones.
     """
     if asked is not None:
@@ -119,8 +118,8 @@ def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
         return {**data, "norm_output": asked}
     if form == "eagle3" and data.get("norm_output") and _architecture(data) not in AUTOMODEL:
         warnings.warn(
-            f"drafter: norm_output of {folder} is true, read as EAGLE 3.1 means it; for a head that SpecForge trained"
-            f" before September 2026 ask for {folder.name}:norm_output=false",
+            f"drafter: norm_output of {folder} is true, so its states are normed as in EAGLE 3.1. If SpecForge trained"
+            f" this head before September 2026, use {folder.name}:norm_output=false.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -128,7 +127,7 @@ def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
 
 
 def _padding(data: dict, model: PreTrainedModel) -> int:
-    """Ids that transformers' conversion of a target has behind those of LLaVA's own checkpoint, as MSD counts them."""
+    """Return how many ids transformers' conversion adds to LLaVA's own vocabulary, by which MSD's checkpoints count."""
     count = data.get("vocab_size")
     missing = vocabulary(model) - count if type(count) is int and LLAVA in list_of(data.get("architectures")) else 0
     return missing if 0 < missing <= PADDED else 0
@@ -146,7 +145,7 @@ def config_of(
     images: str | None = None,
     layers: Layers | None = None,
 ) -> EagleConfig:
-    """Our configuration of a checkpoint. Raises ValueError for what it asks for and is not there."""
+    """Convert a checkpoint's configuration to ours. Raises ValueError if it needs something that is not supported."""
     layer = _layer_of(data) if form != "speculators" else entry(folder, data, "transformer_layer_config", dict)
     common = layer_fields(folder, layer, shapes)
     check_verifier(folder, data, model)
@@ -173,7 +172,7 @@ def config_of(
     _check_flags(folder, object_of(data.get("eagle_config")))
     ids = _states(folder, form, data, depth(model), layers)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    stated = {**object_of(data.get("eagle_config")), **data}  # where NVIDIA writes norm_before_fc
+    stated = {**object_of(data.get("eagle_config")), **data}  # NVIDIA writes norm_before_fc into eagle_config
     common |= {name: bool(stated.get(name, False)) for name in flags}
     common |= SLOTS if common["mrope_section"] and _architecture(data) in ONE_ROW else {}
     return EagleConfig(
@@ -187,13 +186,13 @@ def config_of(
 
 
 def _architecture(data: dict) -> Any:
-    """The first of the names that a configuration gives its class, or None."""
+    """Return the first entry of a configuration's `architectures`, or None."""
     return next(iter(list_of(data.get("architectures"))), None)
 
 
 def _layer_of(data: dict) -> dict:
-    """The entries of the decoder layer: where the configuration is the target's, with its own number of layers, which
-    have no windows.
+    """Return the entries of the decoder layer. If the configuration is the target's, replace its number of layers and
+    drop its attention windows.
     """
     if _architecture(data) not in AUTOMODEL:
         return data
@@ -207,7 +206,7 @@ def _layer_of(data: dict) -> dict:
 
 
 def layer_fields(folder: Path, layer: dict, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Fields of our configuration that a decoder layer's and the names of its tensors tell."""
+    """Return the fields of our configuration that follow from a decoder layer's configuration and tensor names."""
     _check_layer(folder, layer)
     sizes = {own: entry(folder, layer, name, int) for own, name in SIZES.items()}
     heads = sizes["heads"] or 1
@@ -229,7 +228,7 @@ def layer_fields(folder: Path, layer: dict, shapes: Mapping[str, tuple[int, ...]
 
 
 def _check_layer(folder: Path, layer: dict) -> None:
-    """Raises ValueError for a decoder layer that we don't have."""
+    """Raise ValueError for a decoder layer that is not supported."""
     sliding = "sliding_attention" in list_of(layer.get("layer_types")) or layer.get("use_sliding_window")
     for name, found, wanted in (
         ("num_hidden_layers", layer.get("num_hidden_layers"), 1),
@@ -246,7 +245,7 @@ def _check_layer(folder: Path, layer: dict) -> None:
 
 
 def _check_flags(folder: Path, flags: dict) -> None:
-    """Raises ValueError for a head of ModelOpt that is not EAGLE-3's."""
+    """Raise ValueError for a ModelOpt head that is not an EAGLE-3 head."""
     for name, wanted in MODELOPT.items():
         found = flags.get(name)
         if found is not None and found != wanted:
@@ -254,12 +253,12 @@ def _check_flags(folder: Path, flags: dict) -> None:
 
 
 def stated_layers(form: str, data: dict, layers: int) -> tuple[Any, str]:
-    """(ids of the target's layers as a head of EAGLE-3 names them, what they are): "outputs" or "inputs" of layers,
-    "boundary" for inputs of which one is that of no layer, the last one's output before the final norm (NVIDIA, vLLM);
-    of a head that names none, hidden states by "defaults".
+    """Return the target's layer ids as an EAGLE-3 head names them, and what they refer to: "outputs" or "inputs" of
+    layers; "boundary", inputs that include the last layer's output before the final norm (NVIDIA, vLLM); or, if the
+    head names none, "defaults", which are hidden states.
     """
     parts = (data, object_of(data.get("dflash_config")), object_of(data.get("eagle_config")))
-    own = data.get("target_layer_ids")  # DeepSpec's, of outputs
+    own = data.get("target_layer_ids")  # DeepSpec's key, for outputs
     stated = own or next((part[IDS] for part in parts if part.get(IDS)), None)
     if not stated:
         return (2, layers // 2, layers - 3), "defaults"
@@ -269,16 +268,16 @@ def stated_layers(form: str, data: dict, layers: int) -> tuple[Any, str]:
 
 
 def _states(folder: Path, form: str, data: dict, depth: int, asked: Layers | None) -> tuple[int, ...]:
-    """The hidden states that an EAGLE-3 head reads: those asked for; those of the ids that are stated at the top, or in
-    `dflash_config` or `eagle_config`; those before layers 2, n / 2 and n - 3 if there are none, or [] (ModelOpt).
+    """Return the hidden states that an EAGLE-3 head reads: those requested, else those stated at the top level or in
+    `dflash_config` or `eagle_config`, else (none, or [] as ModelOpt writes) those before layers 2, n / 2 and n - 3.
     """
     stated, convention = stated_layers(form, data, depth)
     ids, read = stated, "the default"
     if convention != "defaults":
         ids = check_wholes(IDS, stated, 0, depth)
-        read = f"{'outputs' if convention == 'outputs' else 'inputs'} of the layers {list(ids)} that it names"
+        read = f"{'outputs' if convention == 'outputs' else 'inputs'} of the layers {list(ids)} named in its config"
     if asked is not None:
-        ids, convention, read = _layers_option(asked, depth), "asked", "as asked for"
+        ids, convention, read = _layers_option(asked, depth), "asked", "as requested"
     given = [i + (convention == "outputs" or i == depth) for i in ids]
     if wrong := [i for i in given if not (0 <= i < depth or convention == "boundary")]:
         found = (
@@ -289,8 +288,8 @@ def _states(folder: Path, form: str, data: dict, depth: int, asked: Layers | Non
     logger.info("%s", said)
     if convention in ("outputs", "inputs") and form == "eagle3" and not data.get("target_layer_ids") and ids[0] != 1:
         warnings.warn(
-            f"drafter: {said}, where others may count otherwise; {folder.name}:layers={'-'.join(map(str, given))} says"
-            " which hidden states are read",
+            f"drafter: {said}. Some trainers count layers differently; to state the hidden states, set"
+            f" {folder.name}:layers={'-'.join(map(str, given))}",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -298,7 +297,7 @@ def _states(folder: Path, form: str, data: dict, depth: int, asked: Layers | Non
 
 
 def _layers_option(value: Layers, depth: int) -> tuple[int, ...]:
-    """Hidden states of the option `layers`: "2-14-29", one number, or a list."""
+    """Parse the option `layers` into hidden states: "2-14-29", one number, or a list."""
     parts = value if isinstance(value, (list, tuple)) else str(value).split("-")
     if not parts or not all(str(part).isdecimal() for part in parts):
         raise ValueError(f"layers: got {shorten(value)}, expected hidden states such as 2-{depth // 2}-{depth - 3}")
@@ -306,7 +305,7 @@ def _layers_option(value: Layers, depth: int) -> tuple[int, ...]:
 
 
 def _images(folder: Path, stored: str | None, asked: str | None, pictures: bool) -> str:
-    """What a head of the EAGLE-2 form sees: its tensors tell only of latents."""
+    """Return how a head of the EAGLE-2 form represents images. Its tensors only reveal latents."""
     if stored is not None:
         if not pictures or asked not in (None, stored):
             found = f"images={asked}" if pictures else "a target that sees no images"
@@ -317,7 +316,7 @@ def _images(folder: Path, stored: str | None, asked: str | None, pictures: bool)
     known = ("slots", "embeddings", "none")
     if asked not in known:
         raise ValueError(
-            f"drafter: {folder} does not tell what it sees of a picture, expected {folder.name}:images=slots (EAGLE),"
+            f"drafter: {folder} does not say how it represents images, expected {folder.name}:images=slots (EAGLE),"
             " images=embeddings (MSD) or images=none (HiViS)"
         )
     return asked
@@ -326,4 +325,4 @@ def _images(folder: Path, stored: str | None, asked: str | None, pictures: bool)
 def _levels(form: str, data: dict) -> int:
     methods = list_of(object_of(data.get("speculators_config")).get("proposal_methods"))
     count = object_of(next(iter(methods), None)).get("speculative_tokens")
-    return data.get("ttt_length", DEPTHS[form]) if count is None else count  # DeepSpec's, or speculators'
+    return data.get("ttt_length", DEPTHS[form]) if count is None else count  # DeepSpec's key, or speculators'

@@ -1,9 +1,9 @@
-"""Chains of a feature drafter, compiled or recorded: a block of elements and the next ids, `GROUP` in one call.
+"""Chain drafts of a feature drafter, compiled or as CUDA graphs: one call reads a block and returns `GROUP` ids.
 
 A level of a small network is two dozen kernels of a few microseconds each, and as much work on the host. The calls of a
-draft differ in nothing but sizes: the first takes the elements that wait, the others the last id of the one before.
-Through `torch.compile` one graph serves blocks of one element, one longer blocks; several rows have two of their own.
-As CUDA graphs (`models.runner.buffer_pool`) blocks are padded to few lengths, and attention is to a store's slots.
+draft differ only in sizes: the first reads the queued elements, each other the last id of the call before.
+With `torch.compile`, one graph serves blocks of one element and one longer blocks; batches have two of their own.
+With CUDA graphs (`models.runner.buffer_pool`), blocks are padded to few lengths, and attention covers a store's slots.
 
 Shapes: B rows, T elements of a block, K = `GROUP` levels, S slots, H heads, E head size, C = E / 2 rotations, P
 positions, d hidden size, V vocabulary.
@@ -27,8 +27,8 @@ from visspec.models.runner.compiled import CompiledFunctions, close
 from visspec.replay import REPLAYING, Recording, stream
 from visspec.types import State
 
-GROUP = 4  # levels of a call; a draft of other depths computes up to GROUP - 1 levels for nothing
-BLOCK = 5  # elements of the block that stands for all with more than one
+GROUP = 4  # levels per call; other draft lengths waste up to GROUP - 1 levels
+BLOCK = 5  # elements of the block used to warm up the graph of longer blocks
 
 
 class DraftLevels(nn.Module):
@@ -43,23 +43,23 @@ class DraftLevels(nn.Module):
         token_BT: Tensor,
         feature_BTd: Tensor,
         numbers_BKV: Tensor,
-        told_3B: Tensor,
+        offsets_3B: Tensor,
         kv_BSHE: Tensor,
         extent: int,
         turns_PC2: Tensor,
         shift_Bd: Tensor,
         scale: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Read a block of elements, of which rows have the first `count`, and choose the next K ids.
+        """Read a block of elements, of which each row has the first `count`, and choose the next K ids.
 
-        told: each row's count, and slot and position of its first element. Keys and values are written to kv, of which
-        `extent` slots are read at most. An id is the argmax of logits / scale + numbers. Returns the ids (B, K), the
-        feature (B, 1, d) before the last of them, and `told` of the call that goes on there.
+        offsets: each row's count, and the slot and position of its first element. Keys and values are written to kv, of
+        which at most `extent` slots are read. An id is the argmax of logits / scale + numbers. Returns the ids (B, K),
+        the feature (B, 1, d) before the last of them, and `offsets` for the call that continues there.
         """
         (rows, width), layer, heads = token_BT.shape, self.layer, self.layer.heads
         attended = partial(attend, kv_BSHE=kv_BSHE, extent=extent, grouped=layer.grouped)
         size = feature_BTd.shape[-1]
-        count_B, slot_B, position_B = told_3B
+        count_B, slot_B, position_B = offsets_3B
         ahead_T, row_B = torch.arange(width, device=token_BT.device), torch.arange(rows, device=token_BT.device)
         turn_BTC2 = turns_PC2[position_B[:, None] + ahead_T]
         x_Nd = layer.join(token_BT, feature_BTd, shift_Bd[:, None])
@@ -72,25 +72,25 @@ class DraftLevels(nn.Module):
         found = [self.choose(feature_Bd, numbers_BKV[:, 0], scale)]
         for level in range(1, GROUP):
             slot_B, position_B = slot_B + 1, position_B + 1
-            feature_Bd = feature_Bd[..., -size:]  # of those that heads with several features predict, the last
+            feature_Bd = feature_Bd[..., -size:]  # the last one, if the head predicts several features
             x_Bd = layer.join(found[-1][:, None], feature_Bd[:, None], shift_Bd[:, None])
             qkv = layer.project(x_Bd, rows, 1, turns_PC2[position_B][:, None])
             kv_BSHE[row_B, slot_B] = qkv[:, 0, heads:]
             feature_Bd = layer.after_attention(x_Bd, qkv[:, 0, :heads], partial(attended, at_B=slot_B))
             found.append(self.choose(feature_Bd, numbers_BKV[:, level], scale))
-        told_3B = torch.stack([torch.ones_like(count_B), slot_B + 1, position_B + 1])
-        return torch.stack(found, dim=1), feature_Bd[:, None, -size:], told_3B
+        offsets_3B = torch.stack([torch.ones_like(count_B), slot_B + 1, position_B + 1])
+        return torch.stack(found, dim=1), feature_Bd[:, None, -size:], offsets_3B
 
     def choose(self, feature_Bd: Tensor, numbers_BV: Tensor, scale: Tensor) -> Tensor:
-        """The ids (B,) after a feature."""
+        """Return the ids (B,) chosen after a feature."""
         return (self.layer.logits(feature_Bd).float() / scale + numbers_BV).argmax(dim=-1)
 
 
 def attend(
     query_BHE: Tensor, part: int | None = None, *, kv_BSHE: Tensor, at_B: Tensor, extent: int, grouped: bool
 ) -> Tensor:
-    """Attention of a query per row to the slots up to its own, (B, H * E). part: as of `FeatureMemory.attend`.
-    grouped: whether several heads of queries share keys.
+    """Attend with one query per row to the slots up to its own, (B, H * E). part: as in `FeatureMemory.attend`.
+    grouped: whether several query heads share keys.
     """
     seen_BS = torch.arange(extent, device=at_B.device) <= at_B[:, None]
     keys, values = kv_BSHE[:, :extent].transpose(1, 2).chunk(2, dim=1)
@@ -101,46 +101,46 @@ def attend(
 
 
 class DraftCalls:
-    """Drafts of a drafter's `DraftLevels`, in calls of them that subclasses make."""
+    """Drafts chains with a drafter's `DraftLevels`, in calls that subclasses compile or record."""
 
     call: Callable[..., tuple[Tensor, Tensor, Tensor]]
     name: str
 
     def __init__(self, drafter: FeatureDrafting):
-        super().__init__(type(drafter).__name__)  # type: ignore[call-arg]  # of the class beside this one
+        super().__init__(type(drafter).__name__)  # type: ignore[call-arg]  # goes to the subclass's other base
         self.layer = drafter.layer
         self.levels = DraftLevels(self.layer)
         self.vocab, self.head = drafter.config.vocab, drafter.head if drafter.config.reduced else None
 
     def draft(self, state: State, depth: int) -> Tensor:
-        """Ids (B, depth) below the pending ones; the elements that wait are read. The memory has room for them."""
+        """Read the queued elements and draft ids (B, depth) after the pending ones. The memory must have room."""
         memory: FeatureMemory = state.memory
         token_BT, feature_BTF, counts = memory.pop_pending()
         feature_BTd, length = self._reduced(feature_BTF), -(-depth // GROUP) * GROUP
         token_BT, feature_BTd = self._block(token_BT, feature_BTd)
         numbers_BTV, scale = self._numbers(state, length)
-        told_3B = to_device([counts, memory.lengths, memory.positions], token_BT.device)
+        offsets_3B = to_device([counts, memory.lengths, memory.positions], token_BT.device)
         fixed = self._fixed(memory, memory.kv, token_BT.shape[1] + length, feature_BTd)
         found = []
         for start in range(0, length, GROUP):
             given = map(contiguous_copy, (token_BT, feature_BTd, numbers_BTV[:, start : start + GROUP]))
-            ids_BK, feature_BTd, told_3B = self._called(memory, *given, told_3B, *fixed, scale)
+            ids_BK, feature_BTd, offsets_3B = self._called(memory, *given, offsets_3B, *fixed, scale)
             found.append(ids_BK)
             token_BT = ids_BK[:, -1:]
         memory.advance(counts)
         return torch.cat(found, dim=1)[:, :depth]
 
     def _block(self, token_BT: Tensor, feature_BTd: Tensor) -> tuple[Tensor, Tensor]:
-        """The elements that wait, as a call takes them."""
+        """Pad the queued elements for a call."""
         return token_BT, feature_BTd
 
     def _called(self, memory: FeatureMemory, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What `DraftLevels` gives."""
+        """Call `DraftLevels`."""
         return self.call(*given)
 
     def _fixed(self, memory: FeatureMemory, kv_BSHE: Tensor, more: int, like_BTd: Tensor) -> tuple:
-        """What is the same for all calls of a draft, which writes `more` elements: the store, its extent, rotations and
-        the context's term.
+        """Return the arguments shared by all calls of a draft that writes `more` elements: the store, its extent,
+        rotations and the context bias.
         """
         shift_Bd = memory.image_bias
         if shift_Bd is None:
@@ -153,7 +153,7 @@ class DraftCalls:
         return feature_BTF.to(self.layer.dtype)
 
     def _numbers(self, state: State, levels: int) -> tuple[Tensor, Tensor]:
-        """What is added to the logits of each level, (B, levels, V), and what they are divided by."""
+        """Return what is added to the logits of each level, (B, levels, V), and what the logits are divided by."""
         device, temperature = state.pending.device, state.request.sampling.temperature or 1.0
         scale = to_device([temperature], device)
         if state.noise is None:
@@ -162,7 +162,7 @@ class DraftCalls:
 
 
 class CompiledDrafter(DraftCalls, CompiledFunctions):
-    """Drafts, compiled. A drafter that can't be compiled drafts as it does, which a warning says."""
+    """Compiled drafts. If a drafter cannot be compiled, it warns and drafts eagerly."""
 
     def __init__(self, drafter: FeatureDrafting):
         super().__init__(drafter)
@@ -171,34 +171,34 @@ class CompiledDrafter(DraftCalls, CompiledFunctions):
             self.refuse("a packed LM head")
 
     def fits(self, state: State, more: int) -> bool:
-        """Whether the next draft of a request goes through graphs; they are made first if the request is a long one."""
+        """Whether the next draft of a request uses the compiled graphs, which the first long request builds."""
         several = len(state.rows) > 1
         return maximal(state) and self.serve(several, state, lambda: self._warm_up(several, state))
 
     def _warm_up(self, several: bool, state: State) -> None:
-        """Make the two graphs for this number of rows and compare what they give, on a copy of the request's memory."""
+        """Build both graphs for this number of rows and check their outputs, on a copy of the request's memory."""
         memory, rows = state.memory, len(state.rows)
         feature_BTd = self._reduced(memory.pending_inputs[-1][1])[:, -1:]
         numbers_BKV, scale = self._numbers(state, GROUP)
         with self.warming(several, "drafts"):
             for width in (BLOCK if rows != BLOCK else BLOCK + 1, 1):
                 block = state.pending[:, None].expand(-1, width), feature_BTd.expand(-1, width, -1), numbers_BKV
-                told_3B = to_device([[width] * rows, memory.lengths, memory.positions], numbers_BKV.device)
+                offsets_3B = to_device([[width] * rows, memory.lengths, memory.positions], numbers_BKV.device)
                 fixed = self._fixed(memory, memory.kv.clone(), width + GROUP, feature_BTd)
-                given = (*map(contiguous_copy, block), told_3B, *fixed, scale)
+                given = (*map(contiguous_copy, block), offsets_3B, *fixed, scale)
                 want, got = (function(*given)[1].float() for function in (self.levels, self.call))
                 close(got, want, feature_BTd.dtype)
 
 
 class GraphedDrafter(DraftCalls, GraphBufferPool):
-    """Drafts, recorded. Their keys and values are lent; a drafter that can't be recorded drafts as it does."""
+    """Drafts as CUDA graphs, with keys and values in pooled buffers. If recording fails, it runs eagerly."""
 
     def __init__(self, drafter: FeatureDrafting):
         super().__init__(drafter)
         self.fixed = not self.layer.packed()
 
     def fits(self, state: State, more: int) -> bool:
-        """Whether the next draft of a request, of `more` elements, goes through recordings."""
+        """Whether the next draft of a request, of `more` elements, uses CUDA graphs."""
         memory: FeatureMemory = state.memory
         wanted = self.bucket(memory.end + more)
         device = memory.kv.device
@@ -217,21 +217,20 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
         return not self.refused
 
     def finish(self, memory: FeatureMemory) -> None:
-        """A request has ended: its store goes back."""
+        """Return the store of a request that has ended."""
         if memory.lease is not None:
             memory.move_storage(memory.kv.new_empty(len(memory.kv), 0, *memory.kv.shape[2:]), 0)
             memory.lease = None
 
     def _block(self, token_BT: Tensor, feature_BTd: Tensor) -> tuple[Tensor, Tensor]:
-        more = (
-            next_power_of_2(token_BT.shape[1]) - token_BT.shape[1]
-        )  # behind the last of a row, where levels are written
+        # padding is written after a row's last element, where later levels overwrite it
+        more = next_power_of_2(token_BT.shape[1]) - token_BT.shape[1]
         return F.pad(token_BT, (0, more)), F.pad(feature_BTd, (0, 0, 0, more))
 
     def _called(self, memory: FeatureMemory, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        token_BT, feature_BTd, numbers_BKV, told_3B, kv_BSHE, _, turns_PC2, shift_Bd, scale = given
+        token_BT, feature_BTd, numbers_BKV, offsets_3B, kv_BSHE, _, turns_PC2, shift_Bd, scale = given
         assert memory.lease is not None
-        held = [token_BT, feature_BTd, numbers_BKV, told_3B, shift_Bd, scale]
+        held = [token_BT, feature_BTd, numbers_BKV, offsets_3B, shift_Bd, scale]
         weights = (turns_PC2, *self.layer.embed.parameters(), *self.layer.lm_head.parameters())
         key = (memory.lease.stores.number, *(x.data_ptr() for x in weights), *((tuple(x.shape), x.dtype) for x in held))
         with REPLAYING, torch.cuda.device_of(kv_BSHE):
@@ -248,37 +247,37 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
                 self._fail(error)
                 return self._plain(*given)
             self.recordings[key] = made
-            ids_BK, feature_B1d, told_3B = made.output
-            return ids_BK.clone(), feature_B1d.clone(), told_3B.clone()
+            ids_BK, feature_B1d, offsets_3B = made.output
+            return ids_BK.clone(), feature_B1d.clone(), offsets_3B.clone()
 
     def _plain(self, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.levels(*given[:5], given[4].shape[1], *given[6:])
 
     def _record(self, held: list[Tensor], kv_BSHE: Tensor, weights: tuple[Tensor, ...]) -> Recording:
-        """A recording, replayed once. Raises ValueError if it gives anything else than the function."""
+        """Record a call and replay it once. Raises ValueError if the result differs from the function's."""
         inputs = [x.clone() for x in held]
-        token_BT, feature_BTd, numbers_BKV, told_3B, shift_Bd, scale = inputs
+        token_BT, feature_BTd, numbers_BKV, offsets_3B, shift_Bd, scale = inputs
         fixed = kv_BSHE, kv_BSHE.shape[1], weights[0]
 
         def call() -> tuple[Tensor, Tensor, Tensor]:
-            return self.levels(token_BT, feature_BTd, numbers_BKV, told_3B, *fixed, shift_Bd, scale)
+            return self.levels(token_BT, feature_BTd, numbers_BKV, offsets_3B, *fixed, shift_Bd, scale)
 
         want = call()[1].float()
         self.make_room()
         record = self.recorder(kv_BSHE.device)
         assert record is not None
-        made = Recording([*inputs, *weights], *record(call))  # weights are held with their addresses
+        made = Recording([*inputs, *weights], *record(call))  # holding the weights keeps their addresses valid
         made.replay()
         close(made.output[1].float(), want, kv_BSHE.dtype)
         self.graphs += 1
         return made
 
     def _fail(self, error: Exception) -> None:
-        self.refuse(f"drafts of {self.name} are not recorded, it runs eager: {one_line(error)}")
+        self.refuse(f"drafts of {self.name} run without CUDA graphs: {one_line(error)}")
 
 
 def maximal(state: State) -> bool:
-    """Whether drafted ids of a request are maxima of logits, with the position's own noise where there is some."""
+    """Whether a request's drafted ids are argmaxes of logits, plus the position's own noise if there is any."""
     sampling = state.request.sampling
     if state.noise is not None and state.noise.samples:
         return False
@@ -286,5 +285,5 @@ def maximal(state: State) -> bool:
 
 
 def ahead(memory: FeatureMemory, depth: int) -> int:
-    """Elements that a draft, or a warm-up, may write behind those that were read."""
+    """Return how many elements a draft, or a warm-up, may write after those that were read."""
     return max(next_power_of_2(sum(token.shape[1] for token, _, _ in memory.pending_inputs)), BLOCK + 1) + depth + GROUP

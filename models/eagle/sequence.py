@@ -1,7 +1,7 @@
 """The draft sequence of a prompt: its elements, their sources and their layer inputs.
 
 Text token t becomes the element (feature of t, embedding of t + 1). The slots of an image run become `image_latents`
-elements at the *original* positions of the run's last slots. Computed on the host, once per request.
+elements at the *original* positions of the run's last slots. Layouts are computed on the host, once per request.
 
 Shapes: B rows, L prompt, T elements (rows are packed to the left, padded on the right), R runs, S slots of a run,
 d hidden size, F features.
@@ -27,12 +27,12 @@ class PromptLayout:
     slot: Tensor  # prompt index of the element's position ids
     latent: Tensor  # 1 + index among all latents of the batch, or 0 for text
     image: Tensor  # 1 + index of the last run before the element, or 0
-    last_image: Tensor  # (B,) the same for generated tokens
+    last_image: Tensor  # (B,) `image` of generated tokens
     runs: list[tuple[int, int, int]]  # (row, start, end) of every image run
     prompt: int  # tokens of the prompts
 
     def part(self, start: int, size: int) -> PromptLayout:
-        """Elements from `start` on, at most `size`."""
+        """Return at most `size` elements from `start` on."""
         own = {name: getattr(self, name)[:, start : start + size] for name in ("token", "slot", "latent", "image")}
         return replace(self, **own)
 
@@ -45,10 +45,10 @@ def plan(
     images: str,
     ahead: int,
 ) -> PromptLayout:
-    """The elements of prompts, except the last, which needs the first generated token.
+    """Lay out the elements of prompts, except the last, which needs the first generated token.
 
-    attention: false at padding. images: as in `eagle.config.IMAGES`; with latents 0 image slots
-    have no elements. "embeddings": `latent` is 1 + the index of the slot in the batch. ahead: as in `EagleConfig`.
+    attention: false at padding. images: see `eagle.config.IMAGES`; without latents, image slots have no elements, and
+    with "embeddings", `latent` is 1 + the index of the slot in the batch. ahead: see `EagleConfig`.
     """
     ids, real = ids_BL.tolist(), None if attention_BL is None else attention_BL.tolist()
     runs: list[tuple[int, int, int]] = []
@@ -56,7 +56,7 @@ def plan(
     for b, row in enumerate(ids):
         entries, start, image = [], None, 0
         for spot, token in enumerate(row[ahead:], start=ahead):
-            t = spot - ahead  # the element is that of t and t + 1
+            t = spot - ahead  # the element is built from t and t + 1
             if real is not None and not real[b][t]:
                 continue
             if token not in image_ids or images in ("slots", "placeholders"):
@@ -80,7 +80,7 @@ def plan(
 def packed_rows(
     rows: list[list[tuple[int, int, int, int]]], newest: list[int], runs: list, prompt: int
 ) -> PromptLayout:
-    """A layout of rows of (token, slot, latent, image)."""
+    """Return the layout of rows of (token, slot, latent, image)."""
     width = max(map(len, rows), default=0)
     padded = [r + [(0, 0, 0, 0)] * (width - len(r)) for r in rows]
     index = torch.tensor(padded, dtype=torch.long).reshape(len(rows), width, 4)
@@ -93,7 +93,7 @@ def packed_rows(
 def extend(layout: PromptLayout, prompt_length: int, answers: list[int]) -> PromptLayout:
     """Extend a layout by answers of `answers[b]` tokens: text elements from the prompt's last token on.
 
-    The answer's last token has no feature and the one before it is the last that an element can start from.
+    The answer's last token has no feature, so the last element starts from the token before it.
     """
     device = layout.token.device
     width = max(n + max(m - 1, 0) for n, m in zip(layout.lengths, answers))
@@ -130,7 +130,7 @@ def compress(head: EagleHead, embeddings_BLd: Tensor, layout: PromptLayout) -> t
 def condense(
     head: EagleHead, embeddings_BLd: Tensor, feature_BLd: Tensor, layout: PromptLayout
 ) -> tuple[Tensor, Tensor]:
-    """The same of compressors that read the slots' layer inputs (FLASH, SpecVLM); there are no global vectors."""
+    """Like `compress`, for compressors that read the slots' layer inputs (FLASH, SpecVLM). Global vectors are zero."""
     zero = embeddings_BLd.new_zeros(1 + len(layout.runs), embeddings_BLd.shape[-1])
     if not layout.runs:
         return zero, zero
@@ -143,7 +143,7 @@ def condense(
 
 
 def slots_of(layout: PromptLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows (R, 1) and slots (R, S) of all runs, and which are there; a shorter run's last slot is repeated."""
+    """Return rows (R, 1), slots (R, S) and a mask of real slots for all runs; shorter runs repeat their last slot."""
     longest = max(end - start for _, start, end in layout.runs)
     row, start, end = (torch.tensor(x, device=device) for x in zip(*layout.runs))
     index_RS = start[:, None] + torch.arange(longest, device=device)
@@ -153,7 +153,7 @@ def slots_of(layout: PromptLayout, device: torch.device) -> tuple[Tensor, Tensor
 def layer_inputs(
     head: EagleHead, layout: PromptLayout, embed_BTd: Tensor, feature_BTd: Tensor, latents: Tensor, globals_: Tensor
 ) -> Tensor:
-    """Layer inputs (B, T, d): text elements join their (reduced) feature and embedding, latents enter as they are."""
+    """Return layer inputs (B, T, d): text joins its (reduced) feature and embedding, latents are used unchanged."""
     device = embed_BTd.device
     text = head.join(embed_BTd, feature_BTd, globals_[layout.image.to(device)])
     if latents.shape[0] == 1:
@@ -163,15 +163,15 @@ def layer_inputs(
 
 
 def pick(x_BL: Tensor, index_BT: Tensor) -> Tensor:
-    """x[b, index[b, t]] for x of shape (B, L) or (B, L, ...)."""
+    """Return x[b, index[b, t]] for x of shape (B, L) or (B, L, ...)."""
     index = index_BT.to(x_BL.device)
     return x_BL[torch.arange(x_BL.shape[0], device=x_BL.device)[:, None], index]
 
 
 def positions_at(positions: Tensor, layout: PromptLayout, rows: int, section: tuple[int, ...]) -> Tensor:
-    """Position ids of the elements, (B, T), or (3, B, T) for a drafter with M-RoPE.
+    """Return position ids of the elements, (B, T), or (3, B, T) for a drafter with M-RoPE.
 
-    positions: (B, L), or (3 | 4, B, L) where row 0 of four is the plain text position; a single row is shared by all.
+    positions: (B, L), or (3 | 4, B, L) where row 0 of four is the plain text position; a single row serves all.
     """
     if positions.dim() == 3:
         positions = positions[-3:] if section else positions[0]

@@ -1,4 +1,4 @@
-"""Image models whose prompts are chats of a processor, of Janus's form."""
+"""Families of image models whose prompts are chats encoded by a processor, as in Janus."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
 
 
 class ChatPromptFamily(Family):
-    """Prompts end with the begin-of-image token; the unconditional prompt is the same with its words padded out.
+    """Prompts end with the begin-of-image token; the unconditional prompt has padding in place of its words.
 
     `processor` is the model's own (`JanusProcessor`), or anything that turns texts into left-padded ids. A negative
-    prompt is a prompt like any other; an empty one is the unconditional prompt.
+    prompt is encoded like any other; an empty one is the unconditional prompt.
     """
 
     def __init__(
@@ -30,17 +30,17 @@ class ChatPromptFamily(Family):
         self.model, self.processor, self.name = model, processor, model.config.model_type
         self.side, self.pixel_side = side, pixel_side
         settings = settings or model.generation_config
-        self.default_guidance = float(settings.guidance_scale or 5.0)  # generate's own default
-        more = getattr(settings, "generation_kwargs", None) or {}  # only where the checkpoint's file has them
+        self.default_guidance = float(settings.guidance_scale or 5.0)  # the default of generate
+        more = getattr(settings, "generation_kwargs", None) or {}  # only set if the checkpoint's file has it
         self.keeps = (settings.bos_token_id, more.get("boi_token_id"))
         self.pad = settings.pad_token_id
         ids = {"bos_token_id": self.keeps[0], "pad_token_id": self.pad}
         ids["generation_kwargs={'boi_token_id': ...}"] = self.keeps[1]
         if missing := [name for name, value in ids.items() if value is None]:
             raise ValueError(
-                f"generation_config: got no {', '.join(missing)}, expected the ids of the model's tokenizer: set"
-                " model.generation_config = GenerationConfig(bos_token_id=..., pad_token_id=...,"
-                " generation_kwargs={'boi_token_id': ...}) first"
+                f"generation_config: got no {', '.join(missing)}. Set model.generation_config ="
+                " GenerationConfig(bos_token_id=..., pad_token_id=..., generation_kwargs={'boi_token_id': ...}) to the"
+                " ids of the model's tokenizer."
             )
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
@@ -70,8 +70,8 @@ class ChatPromptFamily(Family):
         negative: Tensor | None = None,
         negative_attention: Tensor | None = None,
     ) -> EncodedPrompt:
-        """From ids (B, L) that end with the begin-of-image token, as stock `generate` takes them, and negative ids of
-        the same shape (None: the unconditional prompt).
+        """Build the prompt from ids (B, L) that end with the begin-of-image token, as stock `generate` takes them, and
+        negative ids of the same shape (None: the unconditional prompt).
         """
         rows = ids
         if guided:
@@ -80,6 +80,6 @@ class ChatPromptFamily(Family):
         return EncodedPrompt(ids, self.model.get_input_embeddings()(rows), attention, tokens=rows)
 
     def _without_words(self, ids: Tensor) -> Tensor:
-        """The unconditional prompt, as stock `generate` makes it."""
+        """Return the unconditional prompt, as stock `generate` builds it."""
         kept = (ids == self.keeps[0]) | (ids == self.keeps[1])
         return torch.where(kept, ids, self.pad)

@@ -9,8 +9,8 @@ from torch import Tensor
 
 
 def class_numbers(texts: list[str], classes: int, name: str, labels: Sequence[str] = ()) -> Tensor:
-    """(B,) int64 of classes by number, or by name where they have labels. Raises ValueError for a text that is neither;
-    `name` is the argument's.
+    """Parse class numbers, or names if there are labels, into (B,) int64. Raises ValueError for any other text, with
+    `name` as the argument's name.
     """
     named = {label: str(number) for number, label in enumerate(labels)}
     for text in texts:

@@ -1,4 +1,4 @@
-"""What drafters of image codes share: the target's embeddings and grid, and guidance other than in training."""
+"""Shared parts of image-code drafters: the target's embeddings, the grid check, and the guidance warning."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ IMPOSSIBLE = -1e4  # logit of grammar ids, which are never drafted: probability 
 
 @torch.no_grad()
 def embedding(family: Family, vocab: int) -> nn.Embedding:
-    """Embedding table of a family's ids."""
+    """Build the embedding table of a family's ids."""
     ids = torch.arange(vocab, device=next(family.decoder.parameters()).device)
     return nn.Embedding.from_pretrained(family.embed(ids).detach())
 
 
 class ImageNetworkDrafter(checkpoint.NetworkDrafter[Family]):
-    """A drafter around a network that was made for a family, its size of image and its guidance scale."""
+    """A drafter around a network that was trained for one family, image size and guidance scale."""
 
-    of_family = True  # its `from_pretrained` takes a family, too, which knows the model's processor and parts
+    of_family = True  # `from_pretrained` also takes a family, which knows the model's processor and parts
 
     @classmethod
     def subject(cls, target: nn.Module | Family) -> Family:
@@ -60,7 +60,7 @@ class ImageNetworkDrafter(checkpoint.NetworkDrafter[Family]):
 
 
 def check_grid(rows: int, columns: int, request: Request) -> None:
-    """Raises ValueError for images of another size than those that a drafter was trained on."""
+    """Raise ValueError if the image size differs from the one that a drafter was trained on."""
     grid = request.grid
     stride = None if grid is None else request.max_new_tokens // grid[0]
     if grid is None or (grid[0], stride) != (rows, columns):
@@ -69,11 +69,11 @@ def check_grid(rows: int, columns: int, request: Request) -> None:
 
 
 def warn_of_guidance(taught: float, scale: float) -> bool:
-    """Warn of a guidance scale far from that of a drafter's training; returns whether it did."""
+    """Warn if the guidance scale is far from the drafter's training. Returns whether it warned."""
     if taught / OTHER_SCALE <= scale <= taught * OTHER_SCALE:
         return False
     warnings.warn(
-        f"guidance: got {scale}, the drafter was trained with {taught}; fewer of its drafts will be accepted",
+        f"guidance: got {scale}, but the drafter was trained with {taught}, so fewer of its drafts will be accepted.",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -1,8 +1,8 @@
-"""Discrete autoregressive image models as targets, guidance included.
+"""Discrete autoregressive image models as targets, including guidance.
 
 Classifier-free guidance is implemented here: each request has two cache rows, conditional rows first, in one forward
-pass; logits are mixed and warped. A `Family` (one file each) defines the differences between models; the decoder
-itself is the stock module, called with embeddings, an additive mask, positions and our cache.
+pass; logits are mixed and warped. A `Family` (one file each) defines how a model differs; the decoder itself is the
+stock module, called with embeddings, an additive mask, positions and our cache.
 
 Shapes: B requests, R = B or 2 B cache rows, L prompt, N nodes, V ids (codes, then grammar ids), T image positions,
 A axes of position ids, d hidden size.
@@ -53,11 +53,11 @@ TAKES_MASKS = {"sdpa", "eager"}
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """The order of an image's tokens: `fixed` (T,) holds the grammar id of a position, or FREE for a code."""
+    """The order of an image's tokens: `fixed` (T,) holds a position's grammar id, or FREE for a code."""
 
     grid: tuple[int, int]  # rows, columns of codes
     fixed: Tensor
-    preview: int = 0  # number of codes before the image's: a smaller image generated first
+    preview: int = 0  # number of codes before the image's own: a smaller image generated first
 
     @property
     def positions(self) -> int:
@@ -70,19 +70,19 @@ class ImageLayout:
 
     @property
     def length(self) -> int:
-        """Values of an image, grammar included."""
+        """Number of values in an image, including grammar."""
         return self.positions
 
     def codes(self, values: Tensor) -> Tensor:
-        """(B, length, ...) values -> the image's own, in raster order."""
+        """Select the image's own values in raster order from (B, length, ...)."""
         return values[:, self.free]
 
     def latents(self, codes: Tensor) -> Tensor:
-        """The image's values (B, rows * columns, ...) as (B, rows, columns, ...)."""
+        """Reshape the image's values (B, rows * columns, ...) to (B, rows, columns, ...)."""
         return codes.unflatten(1, self.grid)
 
     def placed(self, items: np.ndarray) -> np.ndarray:
-        """Something about each node (positions,), where the node is in the image: (rows, columns)."""
+        """Arrange per-node items (positions,) by their place in the image: (rows, columns)."""
         return items[self.free.numpy()].reshape(self.grid)
 
     @classmethod
@@ -91,20 +91,20 @@ class ImageLayout:
 
     @classmethod
     def lines(cls, rows: int, columns: int, end: int | None, tail: tuple[int, ...] = ()) -> ImageLayout:
-        """Every row of codes is followed by the grammar id `end` (None: by nothing), the image by those of `tail`."""
+        """Build a layout with the grammar id `end` (if not None) after each row of codes and `tail` after the image."""
         row = [FREE] * columns + ([] if end is None else [end])
         return cls((rows, columns), torch.tensor(row * rows + list(tail)))
 
     @classmethod
     def only(cls, side: int, pixels: int, height: int | None, width: int | None, why: str) -> ImageLayout:
-        """A square of `side` codes along a side. Raises ValueError for another size than its `pixels`."""
+        """Build the square layout of `side` x `side` codes. Raises ValueError for an image size other than `pixels`."""
         if (height or pixels, width or pixels) != (pixels, pixels):
             raise ValueError(f"height, width: got {height} x {width}, expected {pixels} x {pixels}, {why}")
         return cls.plain(side, side)
 
 
 def grid_of(height: int, width: int, factor: int) -> tuple[int, int]:
-    """Rows and columns of codes of `factor` pixels. Raises ValueError for other sizes than multiples of it."""
+    """Return the grid of codes of `factor` pixels. Raises ValueError for sizes that are not multiples of it."""
     if min(height, width) < factor or height % factor or width % factor:
         raise ValueError(f"height, width: got {height} x {width}, expected multiples of {factor}")
     return height // factor, width // factor
@@ -117,11 +117,11 @@ class EncodedPrompt:
     ids: Tensor
     embeds: Tensor  # (R, L, d)
     attention: Tensor  # (R, L) bool, false at padding
-    positions: Tensor | None = None  # (R, L + T) or (A, R, L + T) position ids of all slots; None: the slot's number
-    tokens: Tensor | None = None  # (R, L) ids of all rows, where they were made of ids
+    positions: Tensor | None = None  # (R, L + T) or (A, R, L + T) position ids of all slots; None: slot numbers
+    tokens: Tensor | None = None  # (R, L) ids of all rows, if the prompt was built from ids
 
     def row(self, b: int) -> EncodedPrompt:
-        """One prompt, without what is padding in all of its rows."""
+        """Return one prompt, without slots that are padding in all of its rows."""
         own = slice(b, None, len(self.ids))
         first = int(self.attention[own].any(dim=0).int().argmax())
         return EncodedPrompt(
@@ -136,49 +136,49 @@ class EncodedPrompt:
 class Family:
     """Base class of model families, with defaults for the common case: codes are ids of a text model (`vocabulary`).
 
-    Ids of the loop are codes 0..codes-1, then grammar ids, which occur only at fixed positions of a layout.
+    The loop's ids are codes 0..codes-1, then grammar ids, which only occur at fixed positions of a layout.
     """
 
     name: str
     codes: int
     grammar: int = 0  # number of grammar ids after the codes
-    target: type[Any]  # a `Target`, made of the family and `features`, that drives it
+    target: type[Any]  # the `Target` class that runs it, built from the family and `features`
     guided: bool = True  # whether the model supports an unconditional prompt
     decoder: Any  # the stock transformer
     processor: Any = None  # texts -> ids; None if prompts are ids
-    codebook: Tensor | None = None  # (codes, E) as used by the image decoder, normalised if that does
+    codebook: Tensor | None = None  # (codes, E) as the image decoder uses it, normalized if it normalizes
     default_guidance: float = 1.0
-    mlp_head: tuple[nn.Linear, nn.Linear] | None = None  # layers of `head`, with a GELU between them, if it is of two
+    mlp_head: tuple[nn.Linear, nn.Linear] | None = None  # the layers of `head`, if it is two with a GELU between
     model: Any
-    vocabulary: Any = None  # `Vocabulary`, of codes that are ids of a text model
-    codec: Any = None  # a decoder of codes that is none of the model, as `codecs.vqgan.ImageCodec`
-    draws: str = "codes"  # "vectors", "maps" of codes, or codes in "any order" of places and from a part (inpainting)
-    labels: tuple[str, ...] = ()  # names of its classes; none where prompts are texts, or numbers alone
-    default_drafter: str = "jacobi:window=12"  # with the rule, the preset "gumbel"
+    vocabulary: Any = None  # `Vocabulary`, if codes are ids of a text model
+    codec: Any = None  # a decoder of codes outside the model, such as `codecs.vqgan.ImageCodec`
+    draws: str = "codes"  # or "vectors", "maps" of codes, or codes in "any order", which allows inpainting
+    labels: tuple[str, ...] = ()  # class names; empty if prompts are texts, or class numbers only
+    default_drafter: str = "jacobi:window=12"  # with the default rule, this is the preset "gumbel"
     default_rule: str = "exact"
     default_order: str | None = None
-    running: bool = True  # whether its target compiles passes and keeps hidden states
-    recorder: GraphedForward | None = None  # of the decoder's passes, shared by its targets
-    load: Callable[[Path, torch.dtype], Any] | None = None  # of folders with a network that transformers lacks
+    running: bool = True  # whether its target can compile passes and return hidden states
+    recorder: GraphedForward | None = None  # CUDA graphs of the decoder's passes, shared by its targets
+    load: Callable[[Path, torch.dtype], Any] | None = None  # loader of folders whose network transformers lacks
     no_pixels: str = ""  # reason why decoding to pixels is not supported; empty if it is
 
     def make_target(self, traits: DrafterTraits, compile: bool) -> Target:
-        """Its target, for a drafter with these traits. Raises ValueError for what the family does not support."""
+        """Build the target for a drafter with these traits. Raises ValueError if the family does not support them."""
         if self.running:
             return self.target(self, bool(traits.feature_layers), compile)
         if compile:
             raise ValueError(f"compile: got True, expected False: passes of {self.name} are not compiled")
         if traits.feature_layers:
-            raise ValueError(f"drafter: got one that reads hidden states, of which {self.name} keeps none")
+            raise ValueError(f"drafter: got one that reads hidden states, which {self.name} does not return")
         return self.target(self)
 
     def pixel_size(self) -> tuple[int, int]:
-        """Height and width in pixels of an any-order family's images."""
+        """Return the height and width in pixels of an any-order family's images."""
         raise NotImplementedError
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Pixels (B, 3, height, width) float32 in [0, 1] -> codes (B, rows * columns). Raises ValueError for a family
-        that reads no pictures.
+        """Encode pixels (B, 3, height, width) float32 in [0, 1] to codes (B, rows * columns). Raises ValueError for a
+        family without an encoder.
         """
         raise ValueError(f"image: got pixels, expected none: {self.name} has no VQ encoder")
 
@@ -188,18 +188,18 @@ class Family:
         return compiled_passes(self.decoder, self.decoder)
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
-        """Layout of an image with this size in pixels. Raises ValueError for an unsupported size."""
+        """Return the layout for an image size in pixels. Raises ValueError for an unsupported size."""
         raise NotImplementedError
 
     def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> EncodedPrompt:
-        """Ids and embeddings of the prompts, padded on the left; with guidance the unconditional rows follow.
+        """Encode prompts to ids and embeddings, padded on the left; with guidance, the unconditional rows follow.
 
         `layout` (default: that of the default size) is used if prompts or positions depend on the size.
         """
         raise NotImplementedError
 
     def require_processor(self) -> Any:
-        """The processor, which encodes texts. Raises ValueError if it is None."""
+        """Return the processor, which encodes texts. Raises ValueError if it is None."""
         if self.processor is None:
             raise ValueError(
                 f"processor: got None, expected that of {self.name} (transformers.AutoProcessor), or anything that"
@@ -208,35 +208,35 @@ class Family:
         return self.processor
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(..., N) ids -> (..., N, d)."""
+        """Embed ids (..., N) as (..., N, d)."""
         return self.model.get_input_embeddings()(self.vocabulary(tokens))
 
     def head(self, hidden: Tensor) -> Tensor:
-        """(..., d) -> (..., codes) logits of the codes."""
+        """Return logits (..., codes) over the codes from hidden states (..., d)."""
         return self.vocabulary.logits(self.model.lm_head, hidden)
 
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
-        """(B, rows * columns) codes -> (B, 3, height, width) float in [0, 1]. Raises ValueError where `no_pixels`."""
+        """Decode codes (B, rows * columns) to float (B, 3, height, width) in [0, 1]. Raises ValueError if it can't."""
         if self.codec is None:
             raise ValueError(f"output_type: got pixels, expected 'latent': {self.no_pixels}")
         return self.codec.decode(tokens, layout.grid).permute(0, 3, 1, 2) / 2 + 0.5
 
     def render(self, tokens: Tensor, layout: ImageLayout, texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
-        """`pixels` of images that were drawn from these texts with these seeds, which some decoders read."""
+        """Like `pixels`, for images generated from these texts with these seeds, which some decoders use."""
         return self.pixels(tokens, layout)
 
     def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: object) -> Tensor:
-        """(B, T) loop ids from the model's own `generate`, with torch's global generator: the baseline of benchmarks.
-        `options` are generate's. Raises NotImplementedError if transformers' class can't generate images.
+        """Generate loop ids (B, T) with the model's own `generate` and torch's global generator, as a baseline for
+        benchmarks. `options` are passed to it. Raises NotImplementedError if transformers' class can't generate images.
         """
-        raise NotImplementedError(f"{self.name}: its stock class has no generate that draws images")
+        raise NotImplementedError(f"{self.name}: its stock class has no generate for images")
 
     def grid_rope(self) -> Tensor | None:
-        """Rotations of its positions by row and column, complex64 (L + T or more, C); None where they have another."""
+        """Return rotations by row and column, complex64 (L + T or more, C); None if the model's RoPE is another one."""
         return None
 
     def check(self, prompt: EncodedPrompt, layout: ImageLayout, guidance: float) -> None:
-        """Raises ValueError for unsupported arguments, before any pass."""
+        """Raise ValueError for unsupported arguments, before any pass."""
         if guidance != 1.0 and not self.guided:
             raise ValueError(f"guidance_scale: got {guidance}, expected 1: {self.name} has no unconditional prompt")
         room = getattr(self.decoder.config, "max_position_embeddings", None)
@@ -245,10 +245,10 @@ class Family:
             raise ValueError(f"prompt: got {needed} tokens with those of the image, expected at most {room}")
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Raises ValueError for settings that have no meaning for the model."""
+        """Raise ValueError for settings that have no meaning for the model."""
 
     def places(self, index: Tensor, state: State) -> Tensor:
-        """Position ids of the decoder for linear indices (R, N) counted from the prompt's first slot."""
+        """Return the decoder's position ids for linear indices (R, N), which count from the prompt's first slot."""
         prompt: EncodedPrompt = state.request.inputs
         if prompt.positions is None:
             return index
@@ -261,7 +261,7 @@ class Family:
 
 
 class Vocabulary:
-    """Codes and grammar ids in a text model's vocabulary: `ids` (V,) holds the vocabulary id of each loop id."""
+    """Codes and grammar ids in a text model's vocabulary: `ids` (V,) maps loop ids to vocabulary ids."""
 
     def __init__(self, ids: Tensor, codes: int):
         self.ids, self.codes, used = ids, codes, ids[:codes]
@@ -269,13 +269,13 @@ class Vocabulary:
         self.order = None if used.tolist() == list(range(self.first, self.last)) else used - self.first
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """Loop ids -> vocabulary ids."""
+        """Map loop ids to vocabulary ids."""
         self._follow(tokens.device)
         return self.ids[tokens]
 
     def logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
-        """(..., d) -> (..., codes): only the head's rows between the first and the last code are multiplied."""
-        if type(head) is nn.Linear:  # looked up in every call, because weights may be moved
+        """Return logits (..., codes) of hidden states (..., d), using only the head's rows from first to last code."""
+        if type(head) is nn.Linear:  # sliced in every call, because weights may be moved
             bias = None if head.bias is None else head.bias[self.first : self.last]
             logits = F.linear(hidden, head.weight[self.first : self.last], bias)
         else:
@@ -284,20 +284,20 @@ class Vocabulary:
         return logits if self.order is None else logits[..., self.order]
 
     def loop_ids(self, ids: Tensor) -> Tensor:
-        """Vocabulary ids -> loop ids; 0 for other ids."""
+        """Map vocabulary ids to loop ids, and other ids to 0."""
         table = torch.zeros(int(self.ids.max()) + 1, dtype=torch.long)
         table[self.ids.cpu()] = torch.arange(len(self.ids))
         return table[ids.cpu().clamp(max=len(table) - 1)].to(ids.device)
 
     def _follow(self, device: torch.device) -> None:
         if self.ids.device != device:
-            with torch.inference_mode(False):  # so that the tensors can be used in training
+            with torch.inference_mode(False):  # training may use the tensors, too
                 self.ids = self.ids.to(device)
                 self.order = None if self.order is None else self.order.to(device)
 
 
 def generate_options(sampling: Sampling) -> dict[str, Any]:
-    """A sampling as arguments of transformers' `generate`, guidance aside."""
+    """Convert sampling settings to arguments of transformers' `generate`, except guidance."""
     if sampling.greedy:
         return {"do_sample": False}
     return {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
@@ -311,12 +311,12 @@ def generate_codes(
     sampling: Sampling,
     **options: object,
 ) -> Tensor:
-    """(B, T) loop ids that a text model's own `generate` draws in a layout; `given` are its inputs."""
+    """Generate loop ids (B, T) of a layout with a text model's own `generate`. `given` are its inputs."""
     length, last = given["input_ids"].shape[1], layout.positions - 1
     codes = vocabulary.ids[: vocabulary.codes]
     fixed = vocabulary.ids[layout.fixed.clamp(min=0)]
 
-    def allowed(row: int, ids: Tensor) -> Tensor:  # a list, as on transformers' page on Emu3, is slower
+    def allowed(row: int, ids: Tensor) -> Tensor:  # faster than a list, as used on transformers' page on Emu3
         now = min(len(ids) - length, last)
         return codes if layout.fixed[now] == FREE else fixed[now : now + 1]
 
@@ -331,7 +331,7 @@ def generate_codes(
 
 
 def left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Ids of unequal lengths as one tensor (R, L), and the mask of real ids (R, L)."""
+    """Left-pad ids of unequal lengths to one tensor (R, L). Returns it with the mask of real ids (R, L)."""
     length = max(map(len, rows))
     ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=device)
     first = torch.tensor([length - len(row) for row in rows], device=device)
@@ -339,14 +339,14 @@ def left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[
 
 
 def positions_from_mask(attention: Tensor, ahead: int) -> Tensor:
-    """Position ids that start at each row's first real slot, for the prompt and `ahead` tokens: (R, L + ahead)."""
+    """Return position ids (R, L + ahead) counted from each row's first real slot, for the prompt and `ahead` tokens."""
     ahead_RT = torch.ones(len(attention), ahead, dtype=torch.bool, device=attention.device)
     return (torch.cat([attention, ahead_RT], dim=1).cumsum(dim=1) - 1).clamp(min=0)
 
 
 class ImageAR(RunningTarget):
-    """A `Family` as a `Target`. `features`: provide hidden states, of both guidance rows, concatenated. `compile`: see
-    `compiled_passes`.
+    """A `Family` as a `Target`. `features`: return hidden states; those of both guidance rows are concatenated.
+    `compile`: see `compiled_passes`.
     """
 
     def __init__(self, family: Family, features: bool = False, compile: bool = False):
@@ -384,7 +384,7 @@ class ImageAR(RunningTarget):
         self.widths.nodes(1, 1)
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
-        """Run the prompts (`request.inputs` is a `EncodedPrompt`). Scores: logits (B, 1, V), features (B, L, F)."""
+        """Run the prompts (`request.inputs` is an `EncodedPrompt`). Scores: logits (B, 1, V), features (B, L, F)."""
         alone = self.widths is None or len(request.inputs.ids) == 1
         state, hidden = self._prefill(request) if alone else self._prefill_each(request)
         last = hidden[:, -1:]
@@ -393,7 +393,7 @@ class ImageAR(RunningTarget):
         return state, self._scores(state, trees.empty_draft(state.pending), last, hidden)
 
     def _prefill_each(self, request: Request) -> tuple[State, Tensor]:
-        """`_prefill` of each request by itself, without padding that others need, and put together."""
+        """Run `_prefill` for each request by itself, without the padding that other rows need, and combine them."""
         prompt: EncodedPrompt = request.inputs
         rows, length = prompt.ids.shape
         count = len(prompt.embeds)
@@ -416,12 +416,12 @@ class ImageAR(RunningTarget):
         hidden = torch.stack([F.pad(part, (0, 0, length - len(part), 0)) for part in parts])
         pending, output = self._open_buffer(request)
         newest = torch.full((rows,), length - 1, device=self.device)
-        if prompt.positions is None:  # a slot's number, which counts padding
+        if prompt.positions is None:  # positions are slot numbers, which count padding
             newest = torch.cat([state.position for state, _ in own])
         return State(request, pending, newest, cache, list(range(rows)), output), hidden
 
     def _prefill(self, request: Request) -> tuple[State, Tensor]:
-        """The state after the prompts, and their hidden states (R, L, d)."""
+        """Return the state after the prompts, and their hidden states (R, L, d)."""
         prompt: EncodedPrompt = request.inputs
         rows, length = prompt.ids.shape
         cache = SlotLayers(prompt.embeds.shape[0], request.max_new_tokens)
@@ -445,27 +445,27 @@ class ImageAR(RunningTarget):
         return state, hidden
 
     def _open_buffer(self, request: Request) -> tuple[Tensor, Any]:
-        """The node before the first, (B, *X), and the output buffer of a request."""
+        """Return the node before the first, (B, *X), and the output buffer of a request."""
         ids = request.inputs.ids
         return ids[:, -1], TokenBuffer(request, len(ids))
 
     def _embed(self, state: State, draft: Draft, index: Tensor) -> Tensor:
-        """Inputs (B, N, d) of the draft's nodes, whose positions are `index` (B, N)."""
+        """Return inputs (B, N, d) of the draft's nodes at positions `index` (B, N)."""
         return self.family.embed(draft.value)
 
     def verify(self, state: State, draft: Draft) -> Scores:
-        """One pass over all nodes of all rows, both guidance rows of each. Scores for (B, N)."""
+        """Run one pass over all nodes of all rows and their guidance rows. Returns scores for (B, N)."""
         found = self._recorded_pass(state, draft)
         hidden = self._eager(state, draft) if found is None else found
         return self._scores(state, draft, hidden, hidden[:, : draft.tree.size])
 
     def _eager(self, state: State, draft: Draft) -> Tensor:
-        """Hidden states (R, N, d) of a pass that is not recorded."""
+        """Return hidden states (R, N, d) of a pass without a CUDA graph."""
         decoder = self.runs(self.family.decoder, state, lambda decoder, dummy: self._pass(decoder, state, dummy))
         return self._pass(decoder, state, draft)
 
     def _recorded_pass(self, state: State, draft: Draft) -> Tensor | None:
-        """The same of one that is, if it is."""
+        """Return hidden states (R, N, d) of a CUDA graph's pass, or None if there is no graph."""
 
         def given() -> tuple[Tree, tuple[Tensor, Tensor]]:
             twice, index = _twice(state), state.position[:, None] + draft.tree.depth
@@ -487,14 +487,14 @@ class ImageAR(RunningTarget):
         self.recorder = self.family.recorder
 
     def _pass(self, decoder: nn.Module, state: State, draft: Draft) -> Tensor:
-        """Hidden states (R, N, d) of a pass over a draft, and of nodes that widen it."""
+        """Return hidden states (R, N, d) of a pass over a draft, including the nodes that pad its width."""
         if self.widths is not None:
             draft = self.widths.pad(draft, _twice(state))
         embeds = self._embed(state, draft, state.position[:, None] + draft.tree.depth)
         return self._attend(state, draft.tree, embeds if _twice(state) == 1 else embeds.repeat(2, 1, 1), decoder)
 
     def _attend(self, state: State, tree: Tree, embeds: Tensor, decoder: nn.Module | None = None) -> Tensor:
-        """Hidden states (R, N, d) of a pass over the nodes of a tree, from their inputs."""
+        """Return hidden states (R, N, d) of a pass over a tree's nodes, given their inputs."""
         slots: SlotCache = state.cache.slots
         twice, index = _twice(state), state.position[:, None] + tree.depth
         if tree.parent.shape[0] > 1:
@@ -515,7 +515,7 @@ class ImageAR(RunningTarget):
         slots.select([half * rows + k for half in range(twice) for k in keep])
 
     def revise(self, state: State, tokens: Tensor, places: Tensor, seen: Tensor) -> Scores:
-        """Run tokens (B, N) at given positions of the image (B, N), in raster order, -1 at padding.
+        """Run tokens (B, N) at given positions of the image (B, N), in raster order, with -1 as padding.
 
         Keys and values at those positions are overwritten. A node attends to the prompt, itself, and earlier positions
         allowed by `seen` (B, T). Returns scores for (B, N), the distributions of the next positions: mixed and warped,
@@ -559,16 +559,16 @@ class ImageAR(RunningTarget):
         return output.last_hidden_state
 
     def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
-        """Scores of the nodes with the hidden states `last` (R, N, d); `hidden` (R, L, d) are the pass's."""
-        logits = self.family.head(last)  # of nodes that widen a pass, too: they are rows of this product
+        """Return scores of the nodes with hidden states `last` (R, N, d); `hidden` (R, L, d) are the whole pass's."""
+        logits = self.family.head(last)  # includes padding nodes, which are rows of this product
         if self.widths is not None:
             logits = logits[:, : draft.tree.size]
         logits, uncond, features = self._parts(state, logits, hidden)
         return Scores(Categorical(constrain(process(logits, draft, state, uncond), draft, state)), features)
 
     def _parts(self, state: State, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Logits (B, N, V) of the conditional and, under guidance, the unconditional rows, and the features for the
-        drafter.
+        """Return conditional logits (B, N, V), unconditional logits under guidance (else None), and the drafter's
+        features.
         """
         rows = len(state.rows)
         if self.family.grammar:
@@ -579,7 +579,7 @@ class ImageAR(RunningTarget):
         return logits[:rows], logits[rows:], features
 
     def _drafter_features(self, state: State, hidden: Tensor) -> Tensor | None:
-        """(B, L, F) hidden states for a drafter, those of both guidance rows in one."""
+        """Return hidden states (B, L, F) for a drafter, with both guidance rows concatenated."""
         if not self.features:
             return None
         rows = len(state.rows)
@@ -587,7 +587,7 @@ class ImageAR(RunningTarget):
 
 
 def _twice(state: State) -> int:
-    """Cache rows of each request."""
+    """Return the number of cache rows per request."""
     return 1 if state.request.sampling.guidance == 1.0 else 2
 
 

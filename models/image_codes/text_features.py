@@ -1,6 +1,6 @@
-"""Features of prompts from a text encoder, for image models that read no ids: LlamaGen and Infinity.
+"""Prompt features from a text encoder, for image models that read no ids: LlamaGen and Infinity.
 
-Shapes: B texts, T words of the longest text, F numbers of a word.
+Shapes: B texts, T words of the longest text, F feature size.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ NO_ENCODER = (
     "processor: got None, expected a text encoder, T5Features(tokenizer, encoder), which `visspec convert` takes as"
     " --text google/flan-t5-xl"
 )
-FOLDER = "text_encoder"  # in the folder of an image model
+FOLDER = "text_encoder"  # subfolder of an image model's folder
 
 
 class T5Features:
-    """Texts -> features (B, T, F) of an encoder such as T5's, and which are real (B, T) bool, padded on the right.
+    """Encodes texts with an encoder such as T5's: features (B, T, F) and a mask (B, T) bool, padded on the right.
 
-    tokenizer, encoder: of transformers (`T5TokenizerFast`, `T5EncoderModel`; published models have google/flan-t5-xl).
+    tokenizer, encoder: from transformers (`T5TokenizerFast`, `T5EncoderModel`; published models use google/flan-t5-xl).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel):
@@ -40,12 +40,12 @@ class T5Features:
         return self
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write both into a folder of their own in that of an image model."""
+        """Write both to a subfolder of an image model's folder."""
         for part in (self.tokenizer, self.encoder):
             part.save_pretrained(Path(folder) / FOLDER)
 
     @classmethod
     def from_pretrained(cls, where: str | Path, **options: object) -> Self:
-        """Of a folder or a hub id, safetensors only. options: of the encoder's `from_pretrained`."""
+        """Load from a folder or hub id, safetensors only. options: of the encoder's `from_pretrained`."""
         encoder = AutoModelForTextEncoding.from_pretrained(where, use_safetensors=True, **options)
         return cls(AutoTokenizer.from_pretrained(where), encoder.eval())

@@ -1,15 +1,15 @@
 """Jacobi windows: drafts from the target's distributions of the previous pass, without training. B rows, N nodes.
 
-After a pass, the distribution at every window position is known for the drafts before it; rejected positions are
+After a pass, the distribution at every window position is known, given the drafts before it. Rejected positions are
 sampled again from it and form the next draft, with that distribution as q (speculative Jacobi decoding: Teng et al.,
-ICLR 2025). `redraw` is the dependence of the new draft on the old one:
+ICLR 2025). `redraw` is how the new draft depends on the old one:
 
     gumbel       the position's noise, as used by the target: token-identical to plain sampling with `exact`
     maximal      the old draft is kept with probability min(1, p_new/p_old), else sampled from the residual: the maximal
                  coupling of the two distributions (speculative coupled decoding, 2025)
     independent  sampled independently (the published SJD)
 
-`start` initialises positions without a distribution: a "random" code, or that of the "left" neighbour.
+`start` initializes positions without a distribution: a "random" code, or the code of the "left" neighbor.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, 
 
 REDRAWS = ("gumbel", "maximal", "independent")
 STARTS = ("random", "left")
-NARROWEST = 4  # minimum window, for any number of rows
+NARROWEST = 4  # minimum window, whatever the number of rows
 NODES = 64  # maximum number of positions over all rows of a pass
-LEAST = -100.0  # of a logarithm that is multiplied: top-k and top-p of the two may have no token in common
+LEAST = -100.0  # lower bound of logarithms that are mixed: the two top-k or top-p sets may be disjoint
 
 
 @dataclass
 class Window:
-    """Drafts of the next positions, in order. Every q is the distribution its token was sampled from."""
+    """Drafts of the next positions, in order. Every q is the distribution that its token was sampled from."""
 
     tokens: Tensor  # (B, W)
     q: Tensor | None  # (B, W, V); None where drafts are point masses or coupled to the target's own noise
     noise: BufferedNoise | None  # the drafter's random numbers, independent of the rule's; None without q
-    logp: Tensor | None = None  # (B, W, V) of the last pass
-    judged: Tensor | None = None  # (B, W) bool: whether the last pass was over the place before
+    logp: Tensor | None = None  # (B, W, V) from the last pass
+    judged: Tensor | None = None  # (B, W) bool: whether the last pass covered the position before this one
 
     def select(self, keep: list[int]) -> Window:
-        """The window of some of the rows."""
+        """Return the window of some of the rows."""
         if self.noise is not None:
             self.noise.select(keep)
         q, logp, judged = (None if of is None else of[keep] for of in (self.q, self.logp, self.judged))
@@ -54,8 +54,8 @@ class Window:
 class Jacobi(Drafter):
     """Windows of `window` positions. redraw "auto" is gumbel for rules that use the position's noise, else maximal.
 
-    Where rows are many, windows are narrowed, down to 4, so that a pass is over `NODES` positions, but only with rules
-    that use the position's noise, so that tokens don't depend on it.
+    With many rows, windows are narrowed, down to 4, to keep a pass at `NODES` positions. This only happens with rules
+    that use the position's noise, where tokens do not depend on it.
 
     Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS. The redraws maximal and independent are
     not supported with rules without their own random numbers (`exact`).
@@ -76,7 +76,7 @@ class Jacobi(Drafter):
         state.memory = self.first_window(state, scores)
 
     def first_window(self, state: State, scores: Scores) -> Window:
-        """The window before the first draft."""
+        """Return the window before the first draft."""
         rows, vocab = len(state.rows), scores.distribution.width
         window = Window(state.pending.new_zeros(rows, 0), None, None)
         width = min(self.window, max(NARROWEST, NODES // max(rows, 1)))
@@ -102,10 +102,10 @@ class Jacobi(Drafter):
     def next_window(
         self, old: Window, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome
     ) -> Window:
-        """Shift every row by its new tokens, sample again from the new distributions, initialise the positions after.
+        """Shift every row by its new tokens, resample from the new distributions, and initialize later positions.
 
-        With l = verdict.length the old node l + j is at position j + 1 of the new window (j from 0),
-        and the distribution of that position is the one after old node l + j.
+        With l = verdict.length, the old node l + j is at position j + 1 of the new window (j from 0), and the
+        distribution of that position is the one after old node l + j.
         """
         width = old.tokens.shape[1]
         at_BW = verdict.length[:, None] + torch.arange(width, device=verdict.length.device)
@@ -133,13 +133,13 @@ class Jacobi(Drafter):
         state.memory = state.memory.select(keep)
 
     def _coupled_tokens(self, logp_BWV: Tensor, state: State) -> Tensor:
-        """The token of each position under its current distribution: argmax with the position's noise."""
+        """Return each position's token under its current distribution: argmax with the position's noise."""
         if state.noise is None:
             return logp_BWV.argmax(dim=-1)
         return (logp_BWV + state.noise.window(logp_BWV.shape[1])[..., : logp_BWV.shape[-1]]).argmax(dim=-1)
 
     def _redraw(self, p_BWV: Tensor, old_BW: Tensor, q_BWV: Tensor, stands_BW: Tensor, noise: BufferedNoise) -> Tensor:
-        """Samples from p, coupled to the old draft by `redraw`."""
+        """Sample from p, coupled to the old draft as `redraw` says."""
         u_BWX = noise.window(p_BWV.shape[1])
         if self.redraw == "gumbel":
             return (p_BWV.log() + u_BWX).argmax(dim=-1)
@@ -151,7 +151,7 @@ class Jacobi(Drafter):
         return torch.where(kept_BW, old_BW, draw(rest_BWV, u_BWX[..., 1]))
 
     def _extend_window(self, state: State, window: Window, known_B: Tensor, vocab: int, width: int) -> Window:
-        """The window at full width: entries from `known_B` on are initialised by `start`, with their q."""
+        """Extend the window to full width: entries from `known_B` on are initialized by `start`, with their q."""
         rows = len(window.tokens)
         missing = width - window.tokens.shape[1]
         tokens_BW, q_BWV = window.tokens, window.q
@@ -176,15 +176,15 @@ class Jacobi(Drafter):
         return Window(tokens_BW, q_BWV, window.noise)
 
     def _last_code(self, state: State, known_B: Tensor, width: int) -> Tensor:
-        """The last code among the pending token and the first `known_B` entries, (B,), used to initialise after a row
-        end. 0 if there is none.
+        """Return the index (B,) of the last code among the pending token and the first `known_B` entries; 0 if there
+        is none. Entries after a row end are initialized with it.
         """
         place_W = torch.arange(width + 1, device=known_B.device)
         free_BW = (fixed_ids(state, place_W[None]) == FREE) & (place_W <= known_B[:, None])
         return (free_BW * place_W).amax(dim=1)
 
     def _random(self, state: State, window: Window, vocab: int, width: int) -> Tensor:
-        """A uniform id for each entry: (B, W)."""
+        """Return a uniform id for each entry, (B, W)."""
         if window.noise is None or self.redraw == "gumbel":  # uniform distribution, sampled by the noise
             noise = state.noise if window.noise is None else window.noise
             assert noise is not None
@@ -195,14 +195,14 @@ class Jacobi(Drafter):
 
 
 class Front:
-    """Builds the first places of a window by a trained drafter, level by level, as `drafting.structure.Chain` builds a
-    chain: the drafter's distributions and the window's, multiplied.
+    """Builds the first places of a window with a trained drafter, level by level, as `drafting.structure.Chain` does a
+    chain. Multiplies the drafter's and the window's distributions.
 
-    Behind a rejected code a window's first guess is the weakest: it was made for the code that was rejected. A trained
-    head has seen the code that took its place, but not what stands behind. The two are mixed as q in proportion to
-    own^weight * window^(1 - weight), place by place, until a place keeps its token: those behind it were drafted for
-    that token, and stay. Tokens are drawn with the numbers of their positions, the target's own under the rule `exact`.
-    weight: of the logits that are added, 0 to 1.
+    After a rejected code, a window's first guess is the weakest, because it was made for the rejected code. A trained
+    head has seen the code that replaced it, but not the codes after it. The two are mixed as q in proportion to
+    own^weight * window^(1 - weight), place by place, until a place keeps its token: later ones were drafted for that
+    token and stay. Tokens are drawn with the numbers of their positions, the target's own under the rule `exact`.
+    weight: of the drafter's logits in the mixture, 0 to 1.
     """
 
     def __init__(self, state: State, window: Window, depth: int, weight: float):
@@ -215,7 +215,7 @@ class Front:
         self.level = 0
 
     def add(self, logits_BV: Tensor) -> Tensor:
-        """Mix the next place with these logits of the drafter. Returns its tokens (B,)."""
+        """Mix the next place with the drafter's logits for it. Returns its tokens (B,)."""
         level, window = self.level, self.window
         self.level += 1
         logp_BV = warp(logits_BV, self.sampling).log_softmax(dim=-1)

@@ -1,18 +1,18 @@
-"""Drafts one tree of what the context and earlier passes propose. Nothing is trained and no network runs.
+"""Context drafter: one tree per row from the context and earlier passes. Nothing is trained and no network runs.
 
 Three sources propose the tokens below a node:
 
 * matches: the continuations of earlier occurrences of the row's last tokens in its prompt and output (prompt lookup;
   Saxena, 2023);
-* answers: the same in the answers of requests that have ended (SuffixDecoding; Oliaro et al., arXiv 2411.04975);
-* candidates: the tokens that the target ranked highest after the same two tokens, or the same one, last time, in text
-  or below a draft (token recycling; Luo et al., arXiv 2408.08696). What it has not seen yet comes from a table for each
-  id, if the drafter has one (`successors`).
+* answers: the same in the answers of finished requests (SuffixDecoding; Oliaro et al., arXiv 2411.04975);
+* candidates: the tokens that the target ranked highest after the same token or pair of tokens last time, in text or in
+  a draft (token recycling; Luo et al., arXiv 2408.08696). For tokens not seen yet they come from a table, if the
+  drafter has one (`successors`).
 
-Each proposal has a probability of acceptance that is learned online, by its source, the length of the match or the
-rank, and the depth. A token that several sources propose has 1 - (1 - p)(1 - q). The tree is grown best-first by the
-product of probabilities along the path, and the draft-length policy keeps as many nodes as pay (`State.worth`). Rates
-are learned from every proposal below an accepted node, drafted or not, so text that repeats nothing costs no drafts.
+Each proposal has an acceptance probability that is learned online, by source, length of the match or rank, and depth. A
+token that two sources propose has 1 - (1 - p)(1 - q). The tree is grown best-first by the product of probabilities
+along the path, and the draft-length policy keeps as many nodes as pay (`State.worth`). Rates are learned from every
+proposal below an accepted node, drafted or not, so text that repeats nothing costs no drafts.
 
 Shapes: B rows, N nodes, M accepted nodes, V vocabulary, K candidates.
 """
@@ -43,29 +43,29 @@ from visspec.ranking import topk
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 SOURCES = ("matches", "answers", "candidates")
-BEFORE = 4  # tokens of the prompt's end that stand before an answer
-MOST_ANSWERS = 1 << 16  # tokens of answers that are kept, about 40 MB; beyond, the memory starts anew
-CANDIDATES = 10  # tokens that are kept of what the target ranked highest
-MOST_CANDIDATES = 1 << 17  # tokens and pairs of them with candidates, about 40 MB; beyond, the table starts anew
-LONG = 3  # tokens; a match of so many leaves little to the candidates
-DEPTHS = 4  # that rates tell apart; deeper levels share the last one
-FORGET, WEIGHT = 0.998, 4.0  # of rates: forgetting, and the weight of the prior in observations
-FIRST_NODES = 4  # a tree grows to so many nodes, and on only while more may pay
-LEAST = 0.008  # probability below which no node is drafted
-MATCH_PRIOR = (0.9, 0.85, 0.7, 0.5, 0.35, 0.15)  # of the newest occurrence, by length; older ones have 0.8 of it
+BEFORE = 4  # prompt tokens kept in front of an answer
+MOST_ANSWERS = 1 << 16  # tokens of kept answers, about 40 MB; beyond that the memory is cleared
+CANDIDATES = 10  # tokens kept of those that the target ranked highest
+MOST_CANDIDATES = 1 << 17  # tokens and pairs that have candidates, about 40 MB; beyond that the table is cleared
+LONG = 3  # tokens of a match that leaves little to the candidates
+DEPTHS = 4  # number of depths with their own rates; deeper levels share the last one
+FORGET, WEIGHT = 0.998, 4.0  # of rates: decay per observation, and the prior's weight in observations
+FIRST_NODES = 4  # initial size of a tree; it only grows further while more nodes may pay
+LEAST = 0.008  # minimum probability of a drafted node
+MATCH_PRIOR = (0.9, 0.85, 0.7, 0.5, 0.35, 0.15)  # of the newest occurrence, by length; each older one has 0.8 times it
 PAIR_PRIOR = (0.5, 0.12, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)  # of candidates after two tokens, by rank
-TOKEN_PRIOR = (0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)  # after one token
-# Rates are numbered: matches by length and occurrence, the same of answers, then candidates in nine groups of ranks. A
-# group tells what matches say (a long one, a short one, none) and what the candidates follow (two tokens; one, beside
-# others that follow two; one alone).
+TOKEN_PRIOR = (0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)  # of candidates after one token
+# Rates are numbered: matches by length and occurrence, then answers likewise, then candidates in nine groups of ranks.
+# A group combines the match at the node (long, short, none) with what the candidates follow (two tokens; one token,
+# while others follow two; only one token).
 FIRST_ANSWER = len(LENGTHS) * MATCHES
 FIRST_GROUP = 2 * FIRST_ANSWER
-BESIDE_LONG = 0.15  # of these priors beside a long match: otherwise a first document that is copied gets short drafts
+BESIDE_LONG = 0.15  # scales these priors next to a long match, so that the first copied document gets long drafts
 ALONE = (PAIR_PRIOR, tuple(p / 4 for p in TOKEN_PRIOR), TOKEN_PRIOR)
 GROUPS = tuple(tuple(share * p for p in group) for share in (BESIDE_LONG, 1, 1) for group in ALONE)
 
 CandidateTable = dict[Hashable, list[int]]  # by a token, and by a pair of tokens
-Place = tuple[CandidateTable, tuple[int, int], bool]  # the table, a token behind another one, whether it was accepted
+Place = tuple[CandidateTable, tuple[int, int], bool]  # the table, a token and its predecessor, whether it was accepted
 
 
 class SourceRates:
@@ -86,7 +86,7 @@ class SourceRates:
 
 @dataclass(slots=True)
 class Proposal:
-    """A token proposed below a node: by which sources (keys of `SourceRates`), and how its matches go on."""
+    """A token proposed below a node: its sources (keys of `SourceRates`) and the continuations of its matches."""
 
     keys: list[int] = field(default_factory=list)
     pointers: list[Pointer] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Proposal:
 
 @dataclass(slots=True)
 class Node:
-    """A node of a row's tree, and what is proposed below it."""
+    """A node of a row's tree, and the proposals below it."""
 
     token: int
     parent: int
@@ -106,7 +106,7 @@ class Node:
 
 @dataclass
 class Shared:
-    """What rows and requests learn from each other."""
+    """Data that rows and requests share."""
 
     candidates: CandidateTable = field(default_factory=dict)
     rates: SourceRates = field(default_factory=SourceRates)
@@ -115,12 +115,12 @@ class Shared:
     successors: Tensor | None = None  # (V, K), for tokens without candidates
 
     def ranked(self, token: int) -> Sequence[int]:
-        """The candidates after a token."""
+        """Return the candidates after a token."""
         found = self.candidates.get(token, ())
         return found if found or self.successors is None else self.successors[token].tolist()
 
     def add(self, answer: Sequence[int]) -> None:
-        """Add an answer that has ended."""
+        """Add a finished answer."""
         with self.lock:
             if len(self.answers.ids) + len(answer) > MOST_ANSWERS:
                 self.answers = TextIndex()
@@ -130,13 +130,13 @@ class Shared:
 
 
 class RowContext:
-    """Prompt and output of a row, and the row's newest tree.
+    """Prompt and output of a row, and its newest tree.
 
     Args:
         prompt: The row's ids.
-        shared: What is learned, by this row or by all.
-        sources: Those of `SOURCES` that propose tokens.
-        shortest: Tokens of the shortest matches that are followed.
+        shared: Learned data, of this row or of all rows.
+        sources: The entries of `SOURCES` that propose tokens.
+        shortest: Minimum length of a match in tokens.
     """
 
     def __init__(self, prompt: Sequence[int], shared: Shared, sources: Sequence[str] = SOURCES, shortest: int = 1):
@@ -144,13 +144,11 @@ class RowContext:
         self.index, self.prompt = TextIndex(), len(prompt)
         self.ids = self.index.ids
         self.tree: list[Node] = []
-        self.heap: list[
-            tuple[float, int, int, int]
-        ] = []  # (-reach, order, parent, token) of what the tree may get next
+        self.heap: list[tuple[float, int, int, int]] = []  # (-reach, order, parent, token) of possible next nodes
         self._append(prompt)
 
     def extend(self, output: Sequence[int]) -> None:
-        """Take in what was added to the row's output."""
+        """Append new tokens of the row's output."""
         self._append(output[len(self.ids) - self.prompt :])
 
     def _append(self, tokens: Sequence[int]) -> None:
@@ -160,25 +158,25 @@ class RowContext:
             self.ids += tokens
 
     def end(self) -> None:
-        """The row has ended: share its answer."""
+        """Share the answer of a finished row."""
         if "answers" in self.sources:
             self.shared.add(self.ids[max(self.prompt - BEFORE, 0) :])
 
     def matches(self) -> list[Pointer]:
-        """The continuations of the longest matches, the newest first."""
+        """Return the continuations of the longest matches, the newest first."""
         found = self.index.matches(self.ids, 0, self.shortest) if "matches" in self.sources else []
         if "answers" in self.sources:
             found += self.shared.answers.matches(self.ids[-LENGTHS[0] :], FIRST_ANSWER, self.shortest)
         return found
 
     def grow(self, nodes: int, depth: int, chain: bool = False) -> list[Node]:
-        """The tree (or chain) of at most `nodes` nodes with the highest probabilities of acceptance, its root first."""
+        """Grow a tree (or chain) of the `nodes` nodes with the highest acceptance probabilities, root first."""
         self.tree, self.heap = [Node(self.ids[-1], -1, 0, 1.0, self.matches())], []
         self._propose(0, self.heap)
         return self.widen(nodes, depth, chain)
 
     def widen(self, nodes: int, depth: int, chain: bool = False) -> list[Node]:
-        """The newest tree, grown on to at most `nodes` nodes."""
+        """Grow the newest tree to at most `nodes` nodes."""
         heap = self.heap
         while heap and len(self.tree) <= nodes:
             reach, _, parent, token = heapq.heappop(heap)
@@ -190,7 +188,7 @@ class RowContext:
         return self.tree
 
     def _propose(self, index: int, heap: list[tuple[float, int, int, int]]) -> None:
-        """Collect what the sources propose below a node in `Node.below`, and add it to the heap."""
+        """Collect the sources' proposals below a node in `Node.below`, and add them to the heap."""
         node, rate = self.tree[index], self.rates.rate
         level, below, longest = min(node.depth, DEPTHS - 1), node.below, 0
         least = LEAST / node.reach
@@ -209,23 +207,23 @@ class RowContext:
                 if rate[key] >= least or token in below:
                     below.setdefault(token, Proposal()).keys.append(key)
         found = {token: 1.0 - prod(1.0 - rate[key] for key in each.keys) for token, each in below.items()}
-        scale = node.reach / max(sum(found.values()), 1.0)  # siblings exclude each other
+        scale = node.reach / max(sum(found.values()), 1.0)  # at most one sibling can be accepted
         for token, probability in found.items():
             if probability * scale >= LEAST:
                 heapq.heappush(heap, (-probability * scale, len(heap), index, token))
 
     def pairs(self, size: int, added: int) -> list[tuple[int, int]]:
-        """The tokens of the first `size` nodes of the newest tree, or of its root alone, each behind the one above it.
+        """Return (predecessor, token) for the first `size` nodes of the newest tree, or for its root alone.
 
         Args:
-            added: Tokens that were added to the text since.
+            added: Number of tokens appended to the text since.
         """
         tree, root = self.tree[:size], len(self.ids) - added - 1
         above = self.ids[root - 1] if root else -1
         return [(above, self.ids[root]), *((tree[node.parent].token, node.token) for node in tree[1:])]
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Learn from the tokens that followed the root of the newest tree."""
+        """Learn from the tokens that followed the newest tree's root."""
         tree, self.tree = self.tree, []
         at: int | None = 0 if tree else None
         for token in tokens:
@@ -238,17 +236,17 @@ class RowContext:
 
 
 class Memory:
-    """What the drafter keeps of a request. The target's candidates reach the host without a wait of their own."""
+    """The drafter's memory of a request. The target's candidates are copied to the host without synchronizing."""
 
     def __init__(self, rows: list[RowContext]):
-        self.rows, self.size = rows, 1  # nodes of the drafted trees, the root included
-        self.copies: list[tuple[list[Place], Tensor, torch.cuda.Event | None]] = []  # on their way
+        self.rows, self.size = rows, 1  # nodes of the drafted trees, including the root
+        self.copies: list[tuple[list[Place], Tensor, torch.cuda.Event | None]] = []  # pending copies
 
     def send(self, places: list[Place], values_MK: Tensor, ids_MK: Tensor) -> None:
         """Start copying the highest ranked ids of these places to the host.
 
         Args:
-            values_MK: Their logits; an id of -inf is none.
+            values_MK: Their logits; ids with a logit of -inf are dropped.
         """
         ids_MK = ids_MK.masked_fill(values_MK.isneginf(), -1)
         if not ids_MK.is_cuda:
@@ -260,28 +258,28 @@ class Memory:
         self.copies.append((places, host, arrived))
 
     def receive(self) -> None:
-        """Take in the copies that have arrived; others are asked for again in the next round."""
+        """Store the copies that have arrived; the rest is checked again in the next round."""
         while self.copies and (self.copies[0][2] is None or self.copies[0][2].query()):
             places, ids_MK, _ = self.copies.pop(0)
             for (candidates, pair, accepted), best in zip(places, ids_MK.tolist()):
                 if len(candidates) > MOST_CANDIDATES:
                     candidates.clear()
                 candidates[pair[1]] = found = [id for id in best if id >= 0]
-                if accepted or pair not in candidates:  # a draft that was rejected does not replace what text has shown
+                if accepted or pair not in candidates:  # a rejected draft does not replace a result from accepted text
                     candidates[pair] = found
 
 
 class ContextDrafter(Drafter):
-    """One tree a row of what its context and earlier passes propose.
+    """Drafts one tree per row from its context and earlier passes.
 
     Args:
-        nodes: Most nodes of a tree without its root.
-        levels: Most levels of a tree.
-        sources: What proposes tokens, some of "matches", "answers" and "candidates", joined by "+".
-        shared: Whether rows and requests share what they learn. Rules that toss numbers of their own (`rejection` and
-            the relaxed ones) never share it, since there the tokens of a seed depend on the draft.
-        successors: (V, K) what the target ranks highest after each id (`models.lookup.successors`), best first.
-        shortest: Tokens of the shortest matches that are followed, at most 3.
+        nodes: Maximum number of nodes of a tree, not counting its root.
+        levels: Maximum number of levels of a tree.
+        sources: Sources of tokens, some of "matches", "answers" and "candidates", joined by "+".
+        shared: Whether rows and requests share what they learn. Rules with their own random numbers (`rejection` and
+            the relaxed ones) never share, because the tokens of a seed depend on the draft there.
+        successors: (V, K) ids that the target ranks highest after each id (`models.lookup.successors`), best first.
+        shortest: Minimum length of a match in tokens, at most 3.
     """
 
     def __init__(
@@ -309,7 +307,7 @@ class ContextDrafter(Drafter):
         """Load a drafter with a table that `save_pretrained` wrote.
 
         Raises:
-            ValueError: The table is one of another vocabulary.
+            ValueError: The table was made for another vocabulary.
         """
         table_VK = read_tensors(check_folder(folder), ["successors"])["successors"]
         if len(table_VK) != (size := vocabulary(model)):
@@ -348,7 +346,7 @@ class ContextDrafter(Drafter):
             reaches = zip_longest(*([node.reach for node in each.tree[1:]] for each in contexts), fillvalue=0.0)
             gains = [sum(reach) / len(contexts) for reach in reaches]
             more = self.nodes - nodes if any(each.heap for each in contexts) else 0
-            gains += more * gains[-1:]  # further nodes are worth no more than the last one
+            gains += more * gains[-1:]  # an upper bound: further nodes are worth at most as much as the last one
             memory.size = state.worth(list(accumulate(gains, initial=1.0)))
             if memory.size <= nodes + 1 or not more:
                 return _draft(state.pending, [each.tree[: memory.size] for each in contexts])
@@ -365,7 +363,7 @@ class ContextDrafter(Drafter):
             context.extend(state.tokens[row])
             if "candidates" in self.sources and row not in state.finished:
                 pairs = context.pairs(memory.size, len(new))
-                order = sorted(range(len(pairs)), key=path.__contains__)  # the accepted ones last, so that they stay
+                order = sorted(range(len(pairs)), key=path.__contains__)  # accepted ones last, so that they win
                 places += [(context.shared.candidates, pairs[n], n in path) for n in order]
                 nodes += [(b, n) for n in order]
             context.learn(new)
@@ -375,7 +373,7 @@ class ContextDrafter(Drafter):
         if nodes:
             b_M, n_M = to_device([list(column) for column in zip(*nodes)], state.pending.device)
             logits_BNV = categorical(scores.distribution).logits
-            values_BNK, ids_BNK = topk(logits_BNV, min(CANDIDATES, logits_BNV.shape[-1]))  # copies no logits
+            values_BNK, ids_BNK = topk(logits_BNV, min(CANDIDATES, logits_BNV.shape[-1]))  # before indexing: no copies
             memory.send(places, values_BNK[b_M, n_M], ids_BNK[b_M, n_M])
 
     def join(self, state: State, other: State, take: list[int]) -> None:
@@ -387,19 +385,19 @@ class ContextDrafter(Drafter):
 
 
 def prompt_lookup(nodes: int = 16, levels: int = 8) -> ContextDrafter:
-    """Chains of what followed the row's last tokens in its prompt and output."""
+    """Draft chains from what followed earlier occurrences of the row's last tokens in its prompt and output."""
     drafter = ContextDrafter(nodes, levels, "matches", shared=False)
     drafter.restrict_to_chains()
     return drafter
 
 
 def token_recycling(nodes: int = 32, levels: int = 8, shared: bool = True) -> ContextDrafter:
-    """Trees of what the target ranked highest after each token in earlier passes."""
+    """Draft trees of the tokens that the target ranked highest after each token in earlier passes."""
     return ContextDrafter(nodes, levels, "candidates", shared)
 
 
 def _draft(pending_B: Tensor, grown: list[list[Node]]) -> Draft:
-    """A draft of one tree a row; shorter ones are filled with nodes that are not real."""
+    """Build a draft with one tree per row; smaller trees are padded with nodes that are not real."""
     device, size, fewest = pending_B.device, max(map(len, grown)), min(map(len, grown))
     if size == 1:
         return trees.empty_draft(pending_B)

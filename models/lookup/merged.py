@@ -1,7 +1,7 @@
-"""A trained drafter and copies of what text repeats, in one. Each round takes what promises more tokens a second.
+"""Combines a trained drafter with copies of repeated text.
 
-Copies are the continuations of matches of at least three tokens, in the row's own text and in earlier answers
-(`lookup.context`). They cost no pass of the trained drafter. Where text repeats nothing, finding that out takes some
+Copies are continuations of matches of at least three tokens, in the row's own text and in earlier answers
+(`lookup.context`). They need no pass of the trained drafter, and if text repeats nothing, the search takes only
 microseconds.
 """
 
@@ -15,22 +15,22 @@ from typing import Any
 from visspec.models.lookup.context import LONG, ContextDrafter
 from visspec.types import Draft, Drafter, Outcome, Scores, State, Structure, Verdict
 
-NODES, LEVELS = 16, 16  # of a copy, at most
+NODES, LEVELS = 16, 16  # maximum size of a copy
 
 
 @dataclass
 class BothMemories:
-    """What the two drafters keep of a request."""
+    """The two drafters' memories of a request."""
 
     trained: Any = None
     copies: Any = None
 
 
 class MergedDrafter(Drafter):
-    """Copies of what text repeats, and a trained drafter's drafts elsewhere.
+    """Drafts copies of repeated text, and a trained drafter's drafts elsewhere.
 
     Args:
-        trained: A drafter whose drafts are asked for by levels.
+        trained: A drafter whose drafts are requested by levels.
     """
 
     def __init__(self, trained: Drafter):
@@ -111,7 +111,7 @@ class MergedDrafter(Drafter):
             self._with(name, getattr(getattr(self, name), method), state, *arguments)
 
     def _with(self, name: str, call: Callable[..., Any], state: State, *arguments: object) -> Any:
-        """The result of a call of one of the drafters, which finds its own memory in `state.memory`."""
+        """Call one of the drafters with its own memory in `state.memory`, and return the result."""
         both = state.memory
         state.memory = getattr(both, name)
         try:

@@ -1,7 +1,7 @@
-"""A table of the ids that a model ranks highest after each id of its vocabulary, for the drafter `context`.
+"""Table of the ids that a model ranks highest after each id of its vocabulary, for the drafter `context`.
 
-Nothing is trained and no data is read. The ids are the nodes of one wide level below the end of a prompt, so the table
-of a vocabulary takes one pass for `NODES` ids.
+Nothing is trained and no data is read. The ids are the nodes of one wide level below the end of a prompt, so one pass
+covers `NODES` ids of the vocabulary.
 
 Shapes: N nodes, V vocabulary, K candidates.
 """
@@ -21,12 +21,12 @@ from visspec.models.lookup.context import CANDIDATES
 from visspec.ranking import topk
 from visspec.types import Draft, Request, Target
 
-NODES = 512  # of a pass, at most
+NODES = 512  # maximum per pass
 
 
 @torch.inference_mode()
 def successors(target: Target, request: Request, last: int) -> Tensor:
-    """The ids that a target ranks highest after each id at the start of an answer.
+    """Return the ids that a target ranks highest after each id at the start of an answer.
 
     Args:
         target: A target that verifies trees.
@@ -34,7 +34,7 @@ def successors(target: Target, request: Request, last: int) -> Tensor:
         last: That token, the root of the nodes.
 
     Returns:
-        (V, K) int32, the best first.
+        (V, K) int32, best first.
 
     Raises:
         ValueError: The target verifies chains only.

@@ -1,24 +1,24 @@
-"""Texts indexed by their n-grams, to find what followed the tokens at the end of a text."""
+"""N-gram index of texts, to find what followed the tokens at the end of a text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-LENGTHS = (16, 8, 5, 3, 2, 1)  # of matches that rates tell apart, in tokens
-MATCHES = 4  # earlier occurrences that are followed
-INDEXED = 3  # tokens of the longest n-grams that are indexed; longer matches are found by comparing
-PLACES = 8  # newest occurrences of an n-gram that are kept
+LENGTHS = (16, 8, 5, 3, 2, 1)  # match lengths with their own rates, in tokens
+MATCHES = 4  # number of earlier occurrences to follow
+INDEXED = 3  # longest n-gram that is indexed; longer matches are found by comparing tokens
+PLACES = 8  # newest occurrences kept per n-gram
 
-Pointer = tuple[int, list[int], int]  # a match: its rate, a text, and the place in it of what the match proposes
+Pointer = tuple[int, list[int], int]  # a match: its rate, a text, and where its continuation starts
 
 
 class TextIndex:
-    """Texts one behind the other, indexed by their n-grams. A negative id ends a text."""
+    """Concatenated texts, indexed by their n-grams. A negative id ends a text."""
 
     def __init__(self) -> None:
         self.ids: list[int] = []
         self.start = 0  # of the newest text
-        self.places: dict[tuple[int, ...], list[int]] = {}  # of what followed an n-gram, the newest last
+        self.places: dict[tuple[int, ...], list[int]] = {}  # positions after each n-gram, the newest last
 
     def append(self, tokens: Sequence[int]) -> None:
         """Extend the newest text."""
@@ -33,13 +33,13 @@ class TextIndex:
             ids.append(token)
 
     def matches(self, text: Sequence[int], first: int, shortest: int = 1) -> list[Pointer]:
-        """The continuations of the longest matches of a text's end, and of these of the newest.
+        """Return the continuations of the longest matches of a text's end, preferring newer ones.
 
         Args:
             first: Number of the first rate.
-            shortest: Tokens of the shortest matches.
+            shortest: Minimum length of a match in tokens.
         """
-        found: dict[int, int] = {}  # length by place
+        found: dict[int, int] = {}  # place -> length
         for n in range(min(INDEXED, len(text)), shortest - 1, -1):
             for place in reversed(self.places.get(tuple(text[-n:]), ())):
                 if place not in found:
@@ -52,7 +52,7 @@ class TextIndex:
         return [(first + i * MATCHES + k, self.ids, -place) for k, (i, place) in enumerate(ranked[:MATCHES])]
 
     def _length(self, text: Sequence[int], place: int) -> int:
-        """Tokens before a place that equal the text's end."""
+        """Count the tokens before a place that equal the text's end."""
         for n in range(INDEXED, min(LENGTHS[0], len(text), place)):
             if self.ids[place - n - 1] != text[-n - 1]:
                 return n

@@ -1,10 +1,10 @@
-"""Draft passes through a compiled decoder (`torch.compile`): the same weights, module and cache, less work on the host.
+"""Draft passes through a compiled decoder (`torch.compile`): same weights, module and cache, less work on the host.
 
 The stock model is not changed. Passes go through a *view* of it: shallow copies of the modules from the model down to
-its decoder, which share everything but have a compiled `forward` at the end; hooks on those modules run as they do on
-the model. One graph serves passes over one node, one those over more, at any length; several rows have two of their
-own (`SlotCache.steady`). They are made on the cache of a request, so that no pass of a request compiles. What a graph
-takes for granted of the modules is looked at once a request (`form`), not at every pass.
+its decoder, which share everything but have a compiled `forward` at the end; hooks on those modules still run. One
+graph serves passes over one node and one longer ones, at any length; batches have two of their own
+(`SlotCache.steady`). Graphs are built on a request's cache before its first pass, so that no pass compiles. What
+a graph assumes of the modules is checked once per request (`form`), not in every pass.
 """
 
 from __future__ import annotations
@@ -27,24 +27,19 @@ from visspec.cache import SlotCache
 from visspec.models.attention import rotary
 from visspec.types import Draft, State
 
-WORTH = 32  # new tokens that a request must ask for to be one that passes are compiled for
-NODES = (5, 7)  # of the pass that stands for all with more than one; the first that is not the number of rows
-GRAPHS = 64  # a bound that is never reached, in place of torch's 8
-ADAPTER = (
-    "_active_adapter",
-    "_disable_adapters",
-    "merged_adapters",
-    "scaling",
-)  # which one PEFT's layers add, how much
+WORTH = 32  # minimum new tokens of a request for which passes are compiled
+NODES = (5, 7)  # warm-up sizes of longer passes; the first that differs from the number of rows is used
+GRAPHS = 64  # recompile limit, never reached, instead of torch's 8
+ADAPTER = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # state of PEFT's layers
 BACKEND = "inductor"
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # of a pass's output relative to its norm; 5e-2 for others
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # error of a pass relative to its norm; 5e-2 for other dtypes
 COMPILING = threading.Lock()  # one warm-up at a time
 logger = logging.getLogger(__name__)
 
 
 class CompiledFunctions:
-    """Functions through `torch.compile`, and what became of them. `graphs` counts what was compiled, `late` what of it
-    was after a warm-up; `ready` holds False where there are graphs for one cache row, True where for several.
+    """Functions compiled with `torch.compile`, and their state. `graphs` counts compiled graphs, and `late` those not
+    compiled in a warm-up; `ready` contains False if there are graphs for one cache row, True if for several.
     """
 
     def __init__(self, name: str):
@@ -55,15 +50,15 @@ class CompiledFunctions:
         self._warming = False
 
     def compile(self, function: Callable) -> Callable:
-        """`function` compiled, for any sizes of what it is given and those that its modules' parameters have."""
+        """Compile a function for any input sizes except those of its modules' parameters."""
         options: dict[str, Any] = {"backend": self._backend, "dynamic": True}
-        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # graphs of this function alone
+        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # count graphs of this function only
             kept = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
             options |= {"recompile_limit": GRAPHS, "isolate_recompiles": True, "options": kept}
         return torch.compile(function, **options)
 
     def serve(self, several: bool, state: State, warm_up: Callable[[], None]) -> bool:
-        """Whether there are graphs for this number of rows; where the request is a long one, they are made."""
+        """Whether there are graphs for this number of rows. A long request builds them."""
         if self._due(several, state):
             with COMPILING:
                 if self._due(several, state):
@@ -75,7 +70,7 @@ class CompiledFunctions:
 
     @contextmanager
     def warming(self, several: bool, what: str) -> Iterator[None]:
-        """What is compiled in this context is ready then; an exception in it is said, and nothing more is compiled."""
+        """Context for a warm-up, after which graphs are ready. An exception inside disables compilation and warns."""
         start, before = time.perf_counter(), self.graphs
         rows = "several rows" if several else "one row"
         logger.info("%s: compiling %s over %s, once", self.name, what, rows)
@@ -95,14 +90,14 @@ class CompiledFunctions:
         logger.info("%d graphs compiled for %s over %s in %.1f s", self.graphs - before, what, rows, seconds)
 
     def refuse(self, why: str) -> None:
-        """Nothing is compiled from now on, which is said."""
+        """Disable compilation and warn."""
         self.refused = why
         warnings.warn(refusal(self.name, why), RuntimeWarning, stacklevel=4)
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable:
         compiler: Callable = torch._dynamo.lookup_backend(BACKEND)
         if BACKEND == "inductor" and all(x.device.type == "cpu" for x in inputs if isinstance(x, Tensor)):
-            # kernels are called from C++ too: calls from Python take a tenth of the time of a small model
+            # call kernels from C++ as well: calls from Python take a tenth of the time of a small model
             made = compiler(graph, inputs, config_patches={"cpp_wrapper": True})
         else:
             made = compiler(graph, inputs)
@@ -112,8 +107,8 @@ class CompiledFunctions:
 
 
 class CompiledPasses(CompiledFunctions):
-    """Chooses between a model and its view with a compiled decoder. A model that can't be compiled runs as it is, which
-    a warning says once.
+    """Chooses between a model and its view with a compiled decoder. If the model cannot be compiled, it runs uncompiled
+    and warns once.
     """
 
     def __init__(self, model: nn.Module, decoder: nn.Module):
@@ -124,12 +119,12 @@ class CompiledPasses(CompiledFunctions):
         self._look()
 
     def open(self, slots: SlotCache) -> None:
-        """Before a request's prefill."""
+        """Prepare for a request; call it before the prefill."""
         self._look()
         slots.steady = not self.refused
 
     def _look(self) -> None:
-        """Start anew where the decoder's modules, or the head behind them, are not those that graphs were made of."""
+        """Start over if the decoder's modules, or the LM head, are not those that the graphs were built from."""
         head = getattr(self.stock, "get_output_embeddings", lambda: None)()
         if self.refused or (now := (id(head), *form(self.decoder))) == self.form:
             return
@@ -139,18 +134,18 @@ class CompiledPasses(CompiledFunctions):
             return
         self.view = view(self.stock, self.decoder, self.compile(self.decoder.forward))
         if self.view is None:
-            self.refuse("a forward of the instance's own, or a decoder apart from it")
+            self.refuse("a forward of the instance's own, or a decoder outside the model")
 
     def choice(self, state: State, cold: Callable[[Any, Draft], Any]) -> Any:
-        """What the next pass goes through. cold(model, draft) runs a pass and returns a tensor of its output; it is
-        called with dummies where the form of this pass is new and the request a long one.
+        """Return what the next pass goes through. cold(model, draft) runs a pass and returns a tensor of its output; it
+        is called with dummies if there are no graphs for this pass yet and the request is long.
         """
         several = len(state.cache.slots.lengths) > 1
         ready = self.serve(several, state, lambda: self._warm_up(several, state, cold))
         return self.view if ready and state.cache.slots.steady else self.stock
 
     def _warm_up(self, several: bool, state: State, cold: Callable[[Any, Draft], Any]) -> None:
-        """Compile the two graphs for this number of rows, and compare a pass of each with that of the model."""
+        """Compile both graphs for this number of rows, and compare a pass of each with the model's own."""
         with self.warming(several, "passes"):
             for nodes in (1, next(n for n in NODES if n != len(state.rows))):
                 draft = dummy(state.pending, nodes)
@@ -159,15 +154,15 @@ class CompiledPasses(CompiledFunctions):
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
-    """Raises ValueError unless what was compiled gives what it should."""
+    """Raise ValueError if a compiled or recorded result differs from the expected one by more than rounding."""
     off = float((got - want).norm() / want.norm().clamp(min=1e-12))
     if not off <= TOLERANCE.get(dtype, 5e-2):
         raise ValueError(f"its output differs by {off:.1e} of its norm")
 
 
 def view(model: nn.Module, decoder: nn.Module, forward: Callable) -> Any:
-    """A copy of the modules from `model` down to `decoder` whose last one has another `forward`; all else is shared.
-    None where a module on the way has a forward of its own instance (as of offloaded weights), or there is no way.
+    """Copy the modules from `model` down to `decoder` and replace the last one's `forward`; all else is shared. Returns
+    None if a module on the way has its instance's own forward (as with offloaded weights), or if there is no way.
     """
     new = copy.copy(decoder)
     object.__setattr__(new, "forward", forward)
@@ -175,7 +170,7 @@ def view(model: nn.Module, decoder: nn.Module, forward: Callable) -> Any:
 
 
 def replace_decoder(model: nn.Module, decoder: nn.Module, new: nn.Module) -> Any:
-    """A copy of the modules from `model` down to `decoder`, in whose place is another one. None as for `view`."""
+    """Copy the modules from `model` down to `decoder` and put `new` in its place. Returns None as `view` does."""
     names = next((name for name, module in model.named_modules() if module is decoder), None)
     if names is None:
         return None
@@ -192,8 +187,8 @@ def replace_decoder(model: nn.Module, decoder: nn.Module, new: nn.Module) -> Any
 
 
 def stepwise(model: nn.Module, decoder: nn.Module) -> Any:
-    """A view of a stock model for benchmarks, whose own `generate` runs its passes over one token compiled, as it does
-    the prompt in any model. Raises ValueError where there is no `view`.
+    """Return a view of a stock model for benchmarks whose own `generate` compiles passes over one token; the prefill
+    stays eager. Raises ValueError if the model has no `view`.
     """
     steps = torch.compile(decoder.forward, backend=BACKEND)
 
@@ -208,8 +203,8 @@ def stepwise(model: nn.Module, decoder: nn.Module) -> Any:
 
 
 def form(decoder: nn.Module) -> tuple:
-    """What graphs of a decoder take for granted: its modules, their mode, hooks and adapters, and the kind of their
-    weights.
+    """Return what a decoder's graphs assume: its modules, their mode, hooks and adapters, and their weights' dtypes,
+    devices and shapes.
     """
     found: list[Any] = []
     for module in decoder.modules():
@@ -222,7 +217,7 @@ def form(decoder: nn.Module) -> tuple:
 
 
 def foreign(module: nn.Module) -> list:
-    """A module's hooks that transformers did not put up."""
+    """Return a module's hooks that transformers did not install."""
     if not (module._forward_pre_hooks or module._forward_hooks):
         return []
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
@@ -230,22 +225,22 @@ def foreign(module: nn.Module) -> list:
 
 
 def _hooked_module(decoder: nn.Module) -> str:
-    """The first module inside a decoder with a foreign hook; empty if there is none. Those of the decoder itself are
-    called as ever, outside the graph.
+    """Return the name of the first module inside a decoder with a foreign hook, or "". Hooks on the decoder itself run
+    outside the graph.
     """
     return next((name for name, module in decoder.named_modules() if module is not decoder and foreign(module)), "")
 
 
 def dummy(pending: Tensor, nodes: int) -> Draft:
-    """A chain of copies of every row's pending node."""
+    """Return a chain of copies of every row's pending node."""
     proposed = pending[:, None].expand(-1, nodes - 1, *pending.shape[1:])
     return trees.chain_draft(pending, proposed) if nodes > 1 else trees.empty_draft(pending)
 
 
 @contextmanager
 def steadily() -> Iterator[None]:
-    """Lengths that happen to be equal while a graph is made are not taken to be equal for ever, and numbers that are
-    not whole are constants, which saves tracing twice.
+    """Context for tracing in which equal lengths are not assumed to stay equal, and floats are constants, which avoids
+    tracing twice.
     """
     from torch.fx.experimental import _config
 
@@ -262,8 +257,8 @@ def refusal(name: str, why: str) -> str:
 
 
 def compiled_passes(model: nn.Module, decoder: nn.Module, why: str = "") -> CompiledPasses | None:
-    """`CompiledPasses` of a model; None, said in a warning, where rotary frequencies depend on the length of a pass, or
-    for the reason that is given.
+    """Return `CompiledPasses` of a model, or warn and return None if rotary frequencies depend on the length of a pass,
+    or if a reason `why` is given.
     """
     if why := "rotary frequencies that depend on the length" if rotary.modules(decoder) else why:
         warnings.warn(refusal(type(model).__name__, why), RuntimeWarning, stacklevel=3)

@@ -1,10 +1,10 @@
-"""Draft passes recorded as CUDA graphs: a whole pass of the stock model, head included, is one launch.
+"""Draft passes recorded as CUDA graphs: a whole pass of the stock model, including the LM head, is one launch.
 
-A recording is made for so many cache rows, nodes and slots, and runs drafts of fewer nodes too: what it computes of the
-others is dropped. All else is in tensors that it reads from buffers: ids, positions, the rows' lengths, the tree and
-the padding, of which it makes the slots to write and what attention is told: lengths and tree (`ragged`), or a mask
-over all slots of the stores. These are lent (`buffer_pool`): before its first pass a request's keys and values move
-into some. Beyond the largest bucket passes run eager. What can't be recorded runs eager, which a warning says once.
+A recording is made for a number of cache rows, nodes and slots, and also runs drafts with fewer nodes, whose extra
+results are dropped. Everything else is read from input buffers: ids, positions, the rows' lengths, the tree and the
+padding. From these it computes the slots to write and the arguments of attention: lengths and tree (`ragged`), or a
+mask over all slots of the stores. The stores are pooled (`buffer_pool`): before its first pass a request's keys and
+values move into some. Passes beyond the largest bucket run eagerly. If recording fails, a warning says so once.
 Shapes: R cache rows, N nodes, S slots.
 """
 
@@ -33,12 +33,12 @@ from visspec.replay import REPLAYING, Call, Recording, stream
 from visspec.types import State, Tree
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# a pass over buffers: forward(cache, attention, *given) -> logits or hidden states, and what else is needed of it
+# a pass over buffers: forward(cache, attention, *given) -> logits or hidden states, and other outputs
 Forward = Callable[..., Sequence[Tensor | None]]
 
 
 class GraphedForward(GraphBufferPool):
-    """Passes of a model, or of the decoder of an image model, in recordings."""
+    """Recorded passes of a model, or of an image model's decoder."""
 
     def __init__(self, model: nn.Module, decoder: nn.Module, masks: Masks, positions: int | None):
         super().__init__(type(model).__name__, positions)
@@ -46,7 +46,7 @@ class GraphedForward(GraphBufferPool):
         self.form: tuple = ()
 
     def open(self) -> None:
-        """Before a request's prefill: start anew where the model is not the one that was recorded."""
+        """Prepare for a request before its prefill; drop the recordings if the model has changed."""
         if self.refused:
             return
         if hooked := self._hooked_module():
@@ -64,8 +64,8 @@ class GraphedForward(GraphBufferPool):
     def run(
         self, state: State, tree: Tree, given: Sequence[Tensor], forward: Forward, eager: Callable[[], Tensor]
     ) -> list[Tensor | None] | None:
-        """What `forward` gives for `given`, (R, N, ...) each, behind the request's slots. None: the pass is to run
-        eager, as `eager` does, which a new recording is compared with.
+        """Run `forward` in a recording, after the request's slots, and return its outputs, (R, N, ...) each. Returns
+        None if the pass must run eagerly. A new recording is compared with the result of `eager`.
         """
         slots: SlotCache = state.cache.slots
         nodes = capacity(tree.size)
@@ -93,13 +93,13 @@ class GraphedForward(GraphBufferPool):
                 else:
                     return None
             except Exception as error:
-                self.refuse(f"passes of {self.name} are not recorded, it runs eager: {one_line(error)}")
+                self.refuse(f"passes of {self.name} run without CUDA graphs: {one_line(error)}")
                 return None
-            self.recordings[key] = held  # the newest are the last
+            self.recordings[key] = held  # moves it to the end, as the most recently used
             return [None if x is None else x[:, : tree.size].clone() for x in held.output]
 
     def finish(self, slots: SlotCache, keep: bool) -> None:
-        """A request has ended: its stores go back. keep: what it holds is copied, because it is used further."""
+        """Return the stores of a request that has ended. keep: copy its keys and values first, for further use."""
         if slots.lease is not None:
             end = slots.length
             slots.keys, slots.values = (
@@ -108,7 +108,7 @@ class GraphedForward(GraphBufferPool):
             slots.lease = None
 
     def _stores(self, slots: SlotCache, wanted: int, queue: int) -> KVBuffers:
-        """The stores that a request is in, with room for `wanted` slots. It moves if it is in none."""
+        """Return the stores of a request, with room for `wanted` slots, and move its tensors there if necessary."""
         kept, half, rows = slots.lease, len(slots.keys), len(slots.lengths)
         slots.lease, views = self.acquire(kept, [*slots.keys, *slots.values], 2, slots.length, wanted, queue)
         if slots.lease is not kept:
@@ -119,8 +119,8 @@ class GraphedForward(GraphBufferPool):
     def _attn_metadata(
         self, slots: SlotCache, stores: KVBuffers, tree: Tree, start_R: list[int] | None
     ) -> Iterator[Tensor]:
-        """All else that a recording reads: depths (R, N), ancestors (R, N, N) and lengths (R,); and where attention
-        takes them, the rows' first slots (R,) int32, else where there is padding, which slots are none (R, S) bool.
+        """Yield the other inputs of a recording: depths (R, N), ancestors (R, N, N) and lengths (R,); then the rows'
+        first slots (R,) int32 if attention takes them, else a mask of real slots (R, S) bool if there is padding.
         """
         rows, device = len(slots.lengths), tree.depth.device
         yield from (tree.depth.expand(rows, -1), tree.ancestor.expand(rows, -1, -1), to_device(slots.lengths, device))
@@ -141,7 +141,7 @@ class GraphedForward(GraphBufferPool):
         forward: Forward,
         eager: Callable[[], Tensor],
     ) -> Recording:
-        """A recording, replayed once. Raises ValueError if it gives anything else than an eager pass."""
+        """Record a pass and replay it once. Raises ValueError if its result differs from an eager pass."""
         want = eager().float()
         self.make_room()
         *by_node, ancestor = attn_metadata[: count + 2]
@@ -150,12 +150,12 @@ class GraphedForward(GraphBufferPool):
         inputs += [F.pad(ancestor, (0, more, 0, more)), *attn_metadata[count + 2 :]]
         inputs = [x.clone(memory_format=torch.contiguous_format) for x in inputs]
         rows = len(cache.slots.lengths)
-        # a cache of its own, whose length on the host is not the request's: what depends on that differs below
+        # its own cache has another length on the host than the request's, which exposes any dependence on that below
         scratch = cache.over(stores.tensors, rows, 1 if cache.slots.length != 1 else 2)
 
         def call() -> Sequence[Tensor | None]:
             given, (depth, ancestor, length, *last) = inputs[:count], inputs[count:]
-            # what is made outside of the call, other than inputs and stores, would be freed behind the recording
+            # tensors made outside the call, other than inputs and stores, would be freed after recording
             scratch.slots.open_at(length[:, None] + torch.arange(nodes, device=length.device), stores.slots)
             if told:
                 attention = self.masks.unmasked(DraftLayout(length, last[0], ancestor, self.masks.backend))
@@ -173,7 +173,7 @@ class GraphedForward(GraphBufferPool):
         return getattr(self.model, "get_output_embeddings", lambda: None)()
 
     def _hooked_module(self) -> str:
-        """The first module that a pass goes through with a hook that is not ours; empty if there is none."""
+        """Return the name of the first module in a pass with a hook that is not ours, or ""."""
         named = dict(self.model.named_modules())
         names = {id(module): name for name, module in named.items()}
         inner, head = names.get(id(self.decoder), ""), names.get(id(self._head()))
@@ -189,7 +189,7 @@ def _ours(hook: Callable) -> bool:
 
 
 def unfit(model: PreTrainedModel, decoder: nn.Module, attention: str, states: bool = False) -> tuple[str, str] | None:
-    """Why passes of a model can't be recorded: what it is, and what is expected. None: they can."""
+    """Return why passes of a model cannot be recorded, as (what it is, what is expected), or None if they can."""
     name, weights = type(model).__name__, [*model.parameters()]
     devices = {weight.device for weight in weights}
     if len(devices) != 1 or any(hasattr(module, "_hf_hook") for module in model.modules()):
@@ -210,8 +210,8 @@ def unfit(model: PreTrainedModel, decoder: nn.Module, attention: str, states: bo
 def graphed_forward(
     asked: bool | None, model: PreTrainedModel, decoder: nn.Module, masks: Masks, text: object, states: bool = False
 ) -> GraphedForward | None:
-    """`GraphedForward` passes of a model whose configuration of text is `text`; None where they can't be, which a
-    warning says if it was asked for.
+    """Return `GraphedForward` passes of a model whose text configuration is `text`. Returns None if they cannot be
+    recorded, and warns if they were requested.
     """
     why = unfit(model, decoder, implementation(text) or STOCK, states)
     if why is None:

@@ -1,4 +1,4 @@
-"""How a target's passes over drafts run: eager, compiled (`compiled_passes`), or recorded as CUDA graphs (`graphs`)."""
+"""How a target's draft passes run: eagerly, compiled (`compiled_passes`), or recorded as CUDA graphs (`graphs`)."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from visspec.types import Draft, Request, State, Target, Tree
 
 
 class RunningTarget(Target):
-    """Base class of targets with one way to run a pass. A subclass sets `passes` and `recorder`, where it has them."""
+    """Base class of targets with a common way to run a pass. Subclasses may set `passes` and `recorder`."""
 
     passes: CompiledPasses | None = None
     recorder: GraphedForward | None = None
 
     def lean(self, request: Request) -> bool:
-        """Whether the prompt's keys and values will move into stores of a recording."""
+        """Whether the prompt's keys and values will move into buffers of a recording."""
         return self.recorder is not None and self.recorder.due(request)
 
     def open(self, slots: SlotCache) -> None:
-        """To be called before a request's prefill."""
+        """Prepare for a request; call it before the prefill."""
         if self.passes is not None:
             self.passes.open(slots)
         if self.recorder is not None:
             self.recorder.open()
 
     def runs(self, stock: nn.Module, state: State, cold: Callable[[Any, Draft], Tensor]) -> Any:
-        """What an unrecorded pass goes through: `stock`, or its compiled view. cold: as of `CompiledPasses.choice`."""
+        """Return what an unrecorded pass goes through: `stock`, or its compiled view. cold: see `CompiledPasses`."""
         return stock if self.passes is None else self.passes.choice(state, cold)
 
     def replayed(
@@ -41,8 +41,8 @@ class RunningTarget(Target):
         forward: Forward,
         eager: Callable[[], Tensor],
     ) -> list[Tensor | None] | None:
-        """What `forward` gives in a recording, for a tree and the inputs of `given`; None where the pass is
-        to run as `eager`.
+        """Return the outputs of `forward` in a recording, for the tree and inputs from `given`, or None if the pass
+        must run as `eager`.
         """
         return None if self.recorder is None else self.recorder.run(state, *given(), forward, eager)
 

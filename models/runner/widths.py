@@ -1,21 +1,21 @@
-"""Passes whose rows are computed alike whatever runs beside them (`batch_invariant=True`).
+"""Passes whose rows are computed alike whatever else is in the batch (`batch_invariant=True`).
 
-In half precision near ties are common, and what rounds differently in another pass gives other tokens. A row of a pass
-depends on the pass in three ways, and each is fixed here or where it is named:
+In half precision near-ties are common, and different rounding in another pass gives different tokens. A row's result
+depends on the rest of the pass in three ways, each of which is fixed here or in the named module:
 
-* Products. A matrix product may sum along its inner dimension in another order for another number of rows, but never
-  for other values in the other rows, nor for another place. So a pass is padded to a number of rows whose products
-  agree bit for bit with those of `REFERENCE` rows (`PassWidths`).
-* Attention. Its sums run over keys, in blocks that depend on the number of keys: on a CPU blocks of 512, the last of
-  which is split once more, of 384 as of 512 but not of 256. Masked keys have the weight 0, and adding 0 changes no
-  sum, so a pass sees a multiple of `STEP` keys that is split as longer ones are (`PassWidths.extent`). The number of
-  queries is a number of rows as above.
-* Prompts are prefilled one at a time (`models.decoder.invariant`): what they give depends on the prompt alone.
+* Products. A matrix product may sum along its inner dimension in another order for another number of rows, but not for
+  other values in the other rows or for another place. So a pass is padded to a number of rows whose products agree bit
+  for bit with those of `REFERENCE` rows (`PassWidths`).
+* Attention. Its sums run over keys, in blocks that depend on the number of keys: on a CPU in blocks of 512, the last of
+  which is split once more for 384 and 512 keys but not for 256. Masked keys have weight 0, and adding 0 changes no sum,
+  so a pass sees a multiple of `STEP` keys that is split like longer ones (`PassWidths.extent`). The number of queries
+  is a number of rows as above.
+* Prompts are prefilled one at a time (`models.decoder.invariant`), so that results depend on the prompt alone.
 
-Which numbers agree depends on device, dtype, threads and the libraries behind torch, so it is measured: when a number
-is first used, a few milliseconds for each shape of weights, kept for the process. The numbers that are multiplied
-cancel to zero, so that results are nothing but rounding errors: an equal result means an equal order of sums. Random
-numbers would hide most differences, because bfloat16 rounds all but one in some thousands away.
+Which numbers agree depends on device, dtype, threads and the libraries that torch uses, so it is measured at first use:
+a few milliseconds for each shape of weights, cached for the process. The test inputs cancel to zero, so that results
+consist only of rounding errors: an equal result means an equal order of sums. Random inputs would hide most
+differences, because bfloat16 rounds away all but one in a few thousand.
 Shapes: B rows, N nodes, M = B N rows of a product, G query heads per key head, S slots, E head size.
 """
 
@@ -35,15 +35,15 @@ from visspec.models.attention.draft_attention import folded_attention
 from visspec.types import Draft
 
 STEP = 128  # slots
-REFERENCE = 16  # rows whose results others are compared with
-WIDER = 64  # rows that a pass is padded with at most, for each row of the batch
-TOGETHER = (128, 64, 32)  # rows or queries that `FixedSums` computes together, where they agree with `REFERENCE`
-OUTPUTS = 2048  # columns of a product that are compared on a CPU, where random numbers take time
-BLOCK = 4 * STEP  # keys of a CPU's block
-EXTENTS = (STEP, 3 * STEP, BLOCK, BLOCK + STEP)  # at which numbers of queries are compared
+REFERENCE = 16  # number of rows whose results are the reference
+WIDER = 64  # maximum padding of a pass, for each row of the batch
+TOGETHER = (128, 64, 32)  # rows or queries that `FixedSums` may compute together if they agree with `REFERENCE`
+OUTPUTS = 2048  # columns of a product to compare on a CPU, where random numbers take time
+BLOCK = 4 * STEP  # keys in a block of the CPU's attention
+EXTENTS = (STEP, 3 * STEP, BLOCK, BLOCK + STEP)  # numbers of keys for comparing numbers of queries
 SAMPLES = 4  # different rows in a check
 LARGE = 2.0**11
-_known: dict[Hashable, Any] = {}  # references, and whether other sizes agree with them
+_known: dict[Hashable, Any] = {}  # reference results, and whether other sizes agree with them
 
 
 class PassWidths:
@@ -51,7 +51,7 @@ class PassWidths:
 
     Args:
         modules: The networks that a pass goes through.
-        heads: Key heads, query heads per key head and head size of its attention, of each kind of layer.
+        heads: Key heads, query heads per key head and head size of its attention, for each layer type.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class PassWidths:
         self._extents: dict[tuple[int, int], int] = {}
 
     def nodes(self, rows: int, nodes: int) -> int:
-        """The least number of nodes, of at least so many, that passes of so many rows may have.
+        """Return the smallest allowed number of nodes, at least `nodes`, for passes over `rows` rows.
 
         Raises:
-            ValueError: No number up to `WIDER` more does.
+            ValueError: There is none within `WIDER` more.
         """
         key = rows, nodes, torch.get_num_threads()
         if key not in self._found:
@@ -81,15 +81,15 @@ class PassWidths:
         if (found := self._found[key]) is None:
             raise ValueError(
                 f"batch_invariant: found no width for {rows} rows of {nodes} nodes at which {self.dtype} products on"
-                f" {self.device.type} agree, so leave it out here"
+                f" {self.device.type} agree. Leave batch_invariant out."
             )
         return found
 
     def extent(self, slots: int) -> int:
-        """The least number of slots, of at least so many, that passes may attend to.
+        """Return the smallest allowed number of slots, at least `slots`, for passes to attend to.
 
         Raises:
-            ValueError: No multiple of `STEP` up to a block more is.
+            ValueError: There is none within one block more.
         """
         first = -(-slots // STEP) * STEP
         key = first, torch.get_num_threads()
@@ -99,13 +99,13 @@ class PassWidths:
             if found is None:
                 raise ValueError(
                     f"batch_invariant: found no number of keys above {slots} at which {self.dtype} attention on"
-                    f" {self.device.type} agrees, so leave it out here"
+                    f" {self.device.type} agrees. Leave batch_invariant out."
                 )
             self._extents[key] = found
         return self._extents[key]
 
     def pad(self, draft: Draft, times: int = 1) -> Draft:
-        """A chain with nodes behind it that nothing reads. times: cache rows of each row."""
+        """Append nodes that nothing reads to a chain. times: cache rows per row."""
         rows, size = draft.value.shape[:2]
         if (width := self.nodes(times * rows, size)) == size:
             return draft
@@ -120,7 +120,7 @@ class PassWidths:
         return all(self._compare((*each, nodes), (*each, REFERENCE), _attention) for each in sizes)
 
     def _splits(self, extent: int) -> bool:
-        """Whether sums over keys are split as those of the next whole block are."""
+        """Whether sums over keys are split like those of the next whole block."""
         seen, whole = extent - REFERENCE, (extent // BLOCK + 1) * BLOCK
         return all(
             self._compare((*heads, seen, extent, REFERENCE), (*heads, seen, whole, REFERENCE), _attention)
@@ -128,7 +128,7 @@ class PassWidths:
         )
 
     def _compare(self, of: tuple[int, ...], same: tuple[int, ...], function: Callable[..., Tensor]) -> bool:
-        """Whether two sizes give the same; the last of each is a number of rows."""
+        """Whether two sizes give the same result; the last entry of each is a number of rows."""
         where = function, self.dtype, str(self.device), torch.get_num_threads()
         if of == same:
             return True
@@ -141,8 +141,8 @@ class PassWidths:
 
 
 class FixedSums(TorchFunctionMode):
-    """A context in which linear layers and attention sum alike, however many rows, queries and keys a pass has. For
-    networks of our own, whose layers differ in rows: each is cut and padded by itself.
+    """Context in which linear layers and attention sum alike for any number of rows, queries and keys. For our own
+    networks, whose layers differ in rows: each product is split and padded by itself.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class FixedSums(TorchFunctionMode):
     def _attention(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, scale: float | None = None
     ) -> Tensor:
-        """Queries (R, H, Q, E), keys (R, H, S, E), mask (R|1, 1, Q|1, S) bool."""
+        """Attend from queries (R, H, Q, E) to keys (R, H, S, E) with a mask (R|1, 1, Q|1, S) bool."""
         count, slots = query.shape[2], key.shape[2]
         widths = self._widths(query, heads=(query.shape[1], 1, query.shape[3]))
         more = widths.extent(slots) - slots
@@ -192,7 +192,7 @@ class FixedSums(TorchFunctionMode):
         product: tuple[int, int, bool, bool] | None = None,
         heads: tuple[int, int, int] | None = None,
     ) -> PassWidths:
-        """Widths of one product, or of attention with these heads."""
+        """Return the widths of one product, or of attention with these heads."""
         key = x.dtype, x.device, product, heads
         if key not in self._found:
             self._found[key] = PassWidths([], [heads] if heads else [], x.dtype, x.device)
@@ -201,13 +201,13 @@ class FixedSums(TorchFunctionMode):
 
 
 def _size(count: int, agrees: Callable[[int], bool]) -> int:
-    """How many of `count` rows are computed together."""
+    """Return how many of `count` rows to compute together."""
     with torch.inference_mode():
         return next((n for n in TOGETHER if n < 2 * count and agrees(n)), REFERENCE)
 
 
 def _shape(module: nn.Module) -> tuple[int, int, bool] | None:
-    """Inner and outer size of a module's product, and whether its weight is (inner, outer); None of other modules."""
+    """Return inner and outer size of a module's product, and whether its weight is (inner, outer); or None."""
     weight: Any = getattr(module, "weight", None)
     if isinstance(module, nn.Linear):
         return weight.shape[1], weight.shape[0], False
@@ -219,12 +219,12 @@ def _random(*shape: int) -> Tensor:
 
 
 def _tiled(values: Tensor, rows: int) -> Tensor:
-    """The same rows over and over."""
+    """Repeat the rows cyclically to `rows` rows."""
     return values[torch.arange(rows, device=values.device) % len(values)]
 
 
 def _product(of: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(rows, outer) products that are zero but for rounding: each term is there twice, of either sign."""
+    """Compute (rows, outer) products that are zero but for rounding: each term occurs twice, with opposite signs."""
     inner, outer, turned, bias, rows = of
     outer = min(outer, OUTPUTS) if device.type == "cpu" else outer
     order = _random(inner).argsort()
@@ -238,14 +238,14 @@ def _product(of: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def _attention(of: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(nodes, keys * groups * size) results of attention, which are zero but for rounding: each key is there twice,
-    with values of either sign. Only the first keys, `seen`, are not masked.
+    """Compute attention (nodes, keys * groups * size) that is zero but for rounding: each key occurs twice, with values
+    of opposite signs. Only the first `seen` keys are not masked.
     """
     keys, groups, size, seen, extent, nodes = of
     pairs = (size + 1) // 2
     order_S, order_E = _random(seen).argsort(), _random(2 * pairs).argsort()
     key, value = torch.zeros(2, 1, keys, extent, size)
-    # scores cancel as well: of numbers this large, with rounding errors that softmax shows
+    # scores cancel too: large numbers make their rounding errors visible after the softmax
     half_key, half_query = LARGE * _random(keys, seen // 2, pairs), LARGE * _random(SAMPLES, keys * groups, pairs)
     half_value = _random(keys, seen // 2, size)
     key[0, :, :seen] = half_key.repeat(1, 2, 2)[:, order_S][..., order_E][..., :size]

@@ -1,4 +1,4 @@
-"""What the transformers of next-scale models share: VAR's attention, MLP and modulated norm. (arXiv 2404.02905)"""
+"""Building blocks of next-scale transformers: VAR's attention, MLP and modulated norm (arXiv 2404.02905)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 from visspec.models.layers import Network
 
-EPSILON = 1e-6  # of layer norms
+EPSILON = 1e-6  # of all layer norms
 
 
-SHARPEST = math.log(100)  # largest logarithm of a head's scale of attention
+SHARPEST = math.log(100)  # maximum log scale of an attention head
 
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q, k, v (R, H, Q, E) -> (R, H, Q, E); unscaled
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q, k, v (R, H, Q, E) -> (R, H, Q, E), unscaled
 
 
 class VARAttention(nn.Module):
@@ -57,9 +57,9 @@ def norm(x: Tensor) -> Tensor:
 
 
 class NextScale(Network):
-    """Base class of networks that predict all codes of a scale at once, given the scales before it and a condition.
+    """Base class of networks that predict all codes of a scale at once, given the earlier scales and a condition.
 
-    A subclass has these, and `forward(x, given, attend, places)`.
+    Subclasses define these attributes and `forward(x, given, attend, places)`.
     """
 
     config: Any
@@ -69,5 +69,5 @@ class NextScale(Network):
     logits: Callable[..., Tensor]  # (hidden, given)
 
     def given(self, condition: Any) -> Any:
-        """What the blocks are given of a condition of R rows."""
+        """Convert a condition of R rows to the input of the blocks."""
         raise NotImplementedError

@@ -1,9 +1,9 @@
-"""Infinity's multi-scale autoencoder: an image's features as a sum of maps of bits. (BSQ, arXiv 2406.07548; 2412.04431)
+"""Infinity's multi-scale autoencoder: an image's features as a sum of bit maps. (BSQ, arXiv 2406.07548; 2412.04431)
 
-A bit of d is a channel's sign: its code is (2 bit - 1) / sqrt(d), a corner of a cube in the unit sphere; there is no
-codebook. Maps are enlarged to the finest grid (bilinear, no convolution); the next map's input is the sum so far on
-that map's grid (bilinear too). With a patch of 2 a position of the transformer holds 2 x 2 places of the autoencoder,
-channel by channel, so n = 4 d bits.
+Each of d bits is a channel's sign: its code is (2 bit - 1) / sqrt(d), a corner of a cube inscribed in the unit sphere,
+so there is no codebook. Maps are enlarged to the finest grid (bilinear, no convolution); the next map's input is the
+sum so far on that map's grid (also bilinear). With a patch of 2, a position of the transformer covers 2 x 2 places of
+the autoencoder, channel by channel, so it has n = 4 d bits.
 
 Shapes: B images, T bits of all maps, S bits of a map, (h, w) positions of a map, (H, W) the autoencoder's finest grid.
 """
@@ -21,14 +21,14 @@ from visspec.models.scales.multiscale import ScaleQuantizer, ScaleSizes, ScaleVA
 
 
 class BitQuantizer(ScaleQuantizer):
-    """Bits of features, which are float32, as codes. It has nothing to learn."""
+    """Converts between float32 features and bits. It has no parameters."""
 
     def __init__(self, bits: int, patch: int = 1):
         super().__init__()
         self.bits, self.patch, self.each = bits, patch, bits * patch**2
 
     def grid(self, scale: int, scales: ScaleSizes) -> tuple[int, int]:
-        """Of the autoencoder at a scale; -1: the finest."""
+        """Return the autoencoder's grid at a scale; -1 is the finest."""
         rows, columns = scales.grids[scale]
         return rows * self.patch, columns * self.patch
 
@@ -44,11 +44,11 @@ class BitQuantizer(ScaleQuantizer):
         return self.rows(F.interpolate(features, size=self.grid(scale, scales), mode="bilinear"))
 
     def rows(self, x: Tensor) -> Tensor:
-        """(B, d, patch h, patch w) -> (B, h w, n)."""
+        """Reshape (B, d, patch h, patch w) to (B, h w, n)."""
         return F.pixel_unshuffle(x, self.patch).flatten(2).transpose(1, 2)
 
     def encode(self, features: Tensor, scales: ScaleSizes) -> Tensor:
-        """Bits (B, T): of each map the signs of what the maps before have left, averaged on its grid."""
+        """Encode features to bits (B, T): for each map, the signs of the residual averaged on its grid."""
         found, left = [], features
         for k in range(len(scales)):
             at = left if k == len(scales) - 1 else F.interpolate(left, size=self.grid(k, scales), mode="area")
@@ -59,8 +59,8 @@ class BitQuantizer(ScaleQuantizer):
 
 @dataclass(frozen=True)
 class BSQShape:
-    """multipliers: of `channels`, from the finest level to the coarsest, each of half the size. patch: places of the
-    autoencoder along a side of the transformer's position.
+    """multipliers: of `channels`, from the finest level to the coarsest, each at half the size. patch: places of the
+    autoencoder along one side of a transformer position.
     """
 
     codes: ClassVar = 2
@@ -73,7 +73,7 @@ class BSQShape:
 
     @property
     def size(self) -> int:
-        """Bits of a position."""
+        """Number of bits per position."""
         return self.bits * self.patch**2
 
 

@@ -1,6 +1,6 @@
-"""Keys and values of a next-scale model, at the positions of its scales: what is behind a row's latest scale is free.
+"""Keys and values of a next-scale model, stored at the positions of its scales.
 
-A position's scale says who sees it, so rejected scales need no clearing: the next pass writes over them.
+A mask by scale decides who sees a position, so rejected scales need no clearing: the next pass overwrites them.
 Shapes: R rows, L positions, Q positions of a pass, H heads, E head size.
 """
 
@@ -15,13 +15,13 @@ from visspec.models.scales.multiscale import ScaleSizes
 
 
 class ScaleCache:
-    """upto: number of scales that there is room for; default all."""
+    """KV cache with room for `upto` scales (default: all)."""
 
     def __init__(self, scales: ScaleSizes, layers: int, upto: int | None = None):
         self.scales, self.room = scales, scales.begins[len(scales) if upto is None else upto]
         self.stores: list[tuple[Tensor, Tensor] | None] = [None] * layers
         self.slots: Tensor | None = None  # (R, Q) positions of the pass, if rows differ
-        self.span, self.several = (0, 0), False  # of the pass: positions, and whether it is of several scales
+        self.span, self.several = (0, 0), False  # the pass's range of positions, and whether it covers several scales
         self.level: Tensor | None = None  # (L,) scale of each position
         self.mask: Tensor | None = None
 
@@ -31,21 +31,21 @@ class ScaleCache:
 
     @property
     def peak(self) -> int:
-        """Bytes in a pass."""
+        """Bytes used during a pass."""
         return self.bytes
 
     def open(self, first: int, count: int) -> None:
-        """The next pass is over the scales first .. first + count - 1 of all rows."""
+        """Prepare a pass over the scales first .. first + count - 1 of all rows."""
         begins = self.scales.begins
         self.slots, self.span, self.mask = None, (begins[first], begins[first + count]), None
         self.several = count > 1
 
     def open_at(self, slots_RQ: Tensor, end: int) -> None:
-        """The next pass is over these positions, of which none is from `end` on but padding (`room`)."""
+        """Prepare a pass over these positions, all before `end` except padding, which is at `room`."""
         self.slots, self.span, self.mask, self.several = slots_RQ, (0, end), None, True
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Write keys and values of the pass; each position sees its scale and those before."""
+        """Write the pass's keys and values and attend; each position sees its own scale and earlier ones."""
         keys, values = self._store(layer, k)
         begin, end = self.span
         if self.slots is None:
@@ -62,18 +62,18 @@ class ScaleCache:
         store = self.stores[layer]
         if store is None:
             rows, heads, _, size = k.shape
-            made = [k.new_zeros(rows, heads, self.room + 1, size) for _ in range(2)]  # padding is written last
+            made = [k.new_zeros(rows, heads, self.room + 1, size) for _ in range(2)]  # the last slot is for padding
             store = self.stores[layer] = (made[0], made[1])
         return store
 
     def _visible(self, device: torch.device) -> Tensor:
-        """(1|R, 1, Q, end) bool."""
+        """Return the mask (1|R, 1, Q, end) bool."""
         if self.level is None:
             self.level = to_device(list(self.scales.levels), device)
         level_L, (begin, end) = self.level, self.span
         if self.slots is None:
             return (level_L[:end] <= level_L[begin:end, None])[None, None]
-        own_RQ = F.pad(level_L[: self.room], (0, 1))[self.slots]  # padding sees the first scale, to see anything
+        own_RQ = F.pad(level_L[: self.room], (0, 1))[self.slots]  # padding sees the first scale, to avoid empty rows
         return (level_L[:end] <= own_RQ[..., None])[:, None]
 
     def select(self, rows: list[int]) -> None:
@@ -82,6 +82,6 @@ class ScaleCache:
 
 
 def select_rows(store: tuple[Tensor, Tensor], rows: list[int]) -> tuple[Tensor, Tensor]:
-    """Keys and values of these rows."""
+    """Select the keys and values of these rows."""
     index = to_device(rows, store[0].device)
     return store[0][index], store[1][index]

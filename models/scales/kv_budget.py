@@ -1,10 +1,10 @@
-"""ScaleKV: a next-scale model's cache cut to a budget by layer and scale (Li et al., arXiv 2505.19602). Approximate.
+"""ScaleKV limits a next-scale model's cache to a budget per layer and scale (Li et al., arXiv 2505.19602); approximate.
 
-A layer that looks at its own scale, or at few tokens of earlier ones (a *refiner*), needs less of the cache than one
-that looks around (a *drafter*). `selectivity` measures it, which the published code leaves out, and `CacheBudget.allot`
-shares the tokens out. After each scale a layer keeps a window of the scale's tokens, centres of patches, and those
-tokens that the window looks at most, by the softmax of the layer's own queries and keys, averaged over neighbours of
-the same scale.
+A layer that attends to its own scale, or to few tokens of earlier ones (a *refiner*), needs less of the cache than one
+that attends broadly (a *drafter*). `selectivity` measures this, which the published code leaves out, and
+`CacheBudget.allot` distributes the tokens. After each scale a layer keeps a window of its tokens, at the centers of
+patches, and the tokens that the window attends to most: by the softmax of the layer's own queries and keys, averaged
+over neighbors of the same scale.
 
 Shapes: R rows, H heads, Q positions of a pass, M tokens in a layer's cache, E head size, D layers, K scales, W window.
 """
@@ -26,26 +26,26 @@ from visspec.models.scales.cache import ScaleCache, select_rows
 from visspec.models.scales.multiscale import ScaleQuantizer, ScaleSizes
 from visspec.models.scales.reading import ConditionState
 
-WINDOW = 16  # as published
-POOL = 3  # side of the neighbourhood that attention is averaged over
+WINDOW = 16  # published value
+POOL = 3  # side of the neighborhood over which attention is averaged
 
 
 @dataclass(frozen=True)
 class CacheBudget:
-    """tokens[layer][k]: number of tokens that a layer keeps after scale k; after the last scale nothing is kept."""
+    """tokens[layer][k]: number of tokens that a layer keeps after scale k. Nothing is kept after the last scale."""
 
     tokens: tuple[tuple[int, ...], ...]
     window: int = WINDOW
 
     def check(self, scales: ScaleSizes, depth: int) -> None:
-        """Raises ValueError unless the budget has a number for every layer and scale of a model but the last scale."""
+        """Raise ValueError unless the budget has a number for every layer and every scale but the last."""
         shape = len(self.tokens), {len(row) for row in self.tokens}
         if shape != (depth, {len(scales) - 1}):
             found = f"{shape[0]} layers of {sorted(shape[1])} scales"
             raise ValueError(f"budget: got {found}, expected {depth} layers of {len(scales) - 1}, all but the last")
 
     def whole(self, scales: ScaleSizes) -> bool:
-        """Whether nothing is ever dropped."""
+        """Whether no token is ever dropped."""
         return all(row == scales.begins[1:-1] for row in self.tokens)
 
     @classmethod
@@ -62,10 +62,10 @@ class CacheBudget:
         drafters: float = 0.1,
         decay: float = 0.5,
     ) -> CacheBudget:
-        """A `share` of the largest cache for each layer on average, at every scale that does not fit as it is.
+        """Allot an average `share` of the largest cache per layer, at every scale whose cache is larger than that.
 
-        drafters: share of the (layer, scale) pairs, those of the lowest selectivity among the layers of their scale.
-        Refiners have that average less up to `decay` of it, the more the later the scale, and drafters what is saved.
+        drafters: share of (layer, scale) pairs that are drafters, those with the lowest selectivity within their scale.
+        Refiners get the average minus up to `decay` of it, more at later scales; drafters share what this saves.
         """
         for name, value in (("share", share), ("drafters", drafters), ("decay", decay)):
             if not 0 <= value <= 1:
@@ -87,13 +87,13 @@ class CacheBudget:
         return cls(tuple(map(tuple, rows)), window)
 
     def bytes(self, model: NextScale, rows: int) -> list[int]:
-        """Keys and values after each scale, of all layers and rows."""
+        """Return the bytes of keys and values after each scale, for all layers and rows."""
         each = 2 * model.config.width * rows * model.pos_start.element_size()
         return [each * sum(row[k] for row in self.tokens) for k in range(len(self.tokens[0]))]
 
 
 def _lowest(selectivity_DJ: Tensor, count: int) -> list[tuple[int, int]]:
-    """(layer, column) of the lowest values, each column standardised."""
+    """Return (layer, column) of the lowest values after standardizing each column."""
     z = selectivity_DJ.double()
     z = (z - z.mean(dim=0)) / z.std(dim=0, correction=0).clamp(min=torch.finfo(z.dtype).tiny)
     order = z.flatten().sort(stable=True).indices[:count].tolist()
@@ -101,17 +101,17 @@ def _lowest(selectivity_DJ: Tensor, count: int) -> list[tuple[int, int]]:
 
 
 class BudgetedCache:
-    """The cache under a budget. Passes are over one scale of all rows."""
+    """KV cache with a budget. Each pass covers one scale of all rows."""
 
     def __init__(self, scales: ScaleSizes, budget: CacheBudget):
         self.scales, self.budget, self.scale = scales, budget, 0
         self.stores: list[tuple[Tensor, Tensor] | None] = [None] * len(budget.tokens)
-        self.places: list[Tensor | None] = [None] * len(budget.tokens)  # (R, H, M) positions, None: from 0 on
-        self.peak = 0  # most bytes in a pass
+        self.places: list[Tensor | None] = [None] * len(budget.tokens)  # (R, H, M) positions; None: all from 0 on
+        self.peak = 0  # maximum bytes during a pass
 
     @property
     def bytes(self) -> int:
-        """Of keys and values; the places of what is kept come beside them."""
+        """Bytes of keys and values, not counting the positions of kept tokens."""
         return sum(part.nbytes for store in self.stores if store is not None for part in store)
 
     def open(self, first: int, count: int) -> None:
@@ -122,7 +122,7 @@ class BudgetedCache:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         store, before = self.stores[layer], self.bytes
-        keys, values = k.contiguous(), v.contiguous()  # not views of what the layer made beside them
+        keys, values = k.contiguous(), v.contiguous()  # a view would keep the layer's other projections alive
         if store is not None:
             keys, values = torch.cat([store[0], k], dim=2), torch.cat([store[1], v], dim=2)
         self.peak = max(self.peak, before + k.nbytes + v.nbytes)
@@ -139,7 +139,7 @@ class BudgetedCache:
         return out
 
     def _places(self, layer: int, q: Tensor) -> Tensor:
-        """(R, H, M) positions of the cache, the latest scale's at the end."""
+        """Return the positions (R, H, M) in the cache, with the latest scale's at the end."""
         begin, end = self.scales.begins[self.scale], self.scales.begins[self.scale + 1]
         fresh = torch.arange(begin, end, device=q.device).expand(*q.shape[:2], -1)
         known = self.places[layer]
@@ -166,13 +166,13 @@ class BudgetedCache:
 
 
 def attention(q: Tensor, k: Tensor) -> Tensor:
-    """(R, H, Q, M) weights of queries that are scaled as the layer's."""
+    """Return attention weights (R, H, Q, M) of queries that are already scaled."""
     return (q.float() @ k.float().transpose(2, 3)).softmax(dim=-1)
 
 
 @lru_cache(maxsize=256)
 def centres(grid: tuple[int, int], window: int) -> tuple[int, ...]:
-    """Tokens in the middle of patches of a map, `window` at most, or all of a small one."""
+    """Return the tokens at the centers of at most `window` patches of a map, or all tokens of a small map."""
     rows, columns = grid
     if rows * columns <= window:
         return tuple(range(rows * columns))
@@ -184,7 +184,7 @@ def centres(grid: tuple[int, int], window: int) -> tuple[int, ...]:
 
 
 def pool_scores(score_RHM: Tensor, places_RHM: Tensor, scales: ScaleSizes, scale: int) -> Tensor:
-    """Scores averaged over the kept neighbours on the grid of their own scale."""
+    """Average scores over the kept neighbors on the grid of their own scale."""
     size = (*score_RHM.shape[:2], scales.begins[scale + 1])
     dense = score_RHM.new_zeros(size).scatter(2, places_RHM, score_RHM)
     there = score_RHM.new_zeros(size).scatter(2, places_RHM, 1.0)
@@ -197,8 +197,8 @@ def pool_scores(score_RHM: Tensor, places_RHM: Tensor, scales: ScaleSizes, scale
 
 
 class AttentionMeter(ScaleCache):
-    """A whole cache whose attention is measured: at each layer and scale, the weight of the scale's own tokens, and
-    that of the `share` of earlier tokens that a query looks at most.
+    """A full cache that measures attention: at each layer and scale, the weight of the scale's own tokens, and that of
+    the `share` of earlier tokens that a query attends to most.
     """
 
     def __init__(self, scales: ScaleSizes, layers: int, share: float):
@@ -230,9 +230,9 @@ def selectivity(
     generator: torch.Generator,
     share: float = 0.1,
 ) -> Tensor:
-    """Attention selectivity (D, K) from images of a handful of classes (numbers (R,)) or texts (`Texts`), drawn without
-    guidance: the mean weight of a scale's own tokens times that of the `share` of earlier tokens that each query looks
-    at most. 0 at the first scale.
+    """Measure attention selectivity (D, K) on images of a few classes (numbers (R,)) or texts (`Texts`), drawn without
+    guidance: the mean weight of a scale's own tokens, times that of the `share` of earlier tokens that each query
+    attends to most. It is 0 at the first scale.
     """
     scales, rows = model.config.scales, len(condition)
     watched = AttentionMeter(scales, model.config.depth, share)

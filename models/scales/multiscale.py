@@ -1,8 +1,8 @@
-"""VAR's multi-scale VQ autoencoder: features of an image as a sum of maps of codes, coarse to fine. (arXiv 2404.02905)
+"""VAR's multi-scale VQ autoencoder: image features as a sum of code maps, coarse to fine. (arXiv 2404.02905)
 
-Each map is looked up, enlarged to the finest grid (bicubic) and smoothed by a convolution of its own; the next map's
-input is the sum so far, reduced to that map's grid by averaging ("area"). Parameters have their published names, the
-encoder and the decoder those of diffusers' stock classes.
+Each map is looked up, enlarged to the finest grid (bicubic) and smoothed by a convolution; the next map's input is the
+sum so far, reduced to that map's grid by averaging ("area"). Parameters have their published names; those of encoder
+and decoder are the names in diffusers' stock classes.
 
 Shapes: B images, T codes of all maps, S codes of a map, c channels of codes, (H, W) the finest grid.
 """
@@ -21,9 +21,9 @@ from diffusers.models.autoencoders.vae import Decoder, Encoder
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-GROUPS = 32  # of every group norm
-MOST_CODES = 1 << 20  # of all maps of an image
-MIX = 0.5  # share of the convolution in what a map adds
+GROUPS = 32  # of all group norms
+MOST_CODES = 1 << 20  # maximum codes in all maps of an image
+MIX = 0.5  # weight of the convolution in a map's contribution
 
 
 @dataclass(frozen=True)
@@ -46,17 +46,17 @@ class ScaleSizes:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Codes of each map."""
+        """Number of codes in each map."""
         return tuple(rows * columns for rows, columns in self.grids)
 
     @cached_property
     def levels(self) -> tuple[int, ...]:
-        """The number of the map that each code belongs to."""
+        """Number of the map that each code belongs to."""
         return tuple(k for k, size in enumerate(self.sizes) for _ in range(size))
 
     @cached_property
     def begins(self) -> tuple[int, ...]:
-        """Codes before each map, and all of them last."""
+        """Number of codes before each map, followed by the total."""
         return tuple(accumulate(self.sizes, initial=0))
 
     @property
@@ -71,42 +71,42 @@ SCALES = {
 
 
 def nearest(count: int, scale: int, scales: int) -> int:
-    """Which of the convolutions a scale takes. In numpy as published: of ten scales two lie halfway between ticks,
-    where rounding decides.
+    """Return which convolution a scale uses. It is computed in numpy as in the published code, because two of ten
+    scales lie halfway between ticks, where rounding decides.
     """
     edge = 1 / (3 if count == 4 else 2) / count
     return int(np.argmin(np.abs(np.linspace(edge, 1 - edge, count) - scale / max(scales - 1, 1))))
 
 
 class ScaleQuantizer(nn.Module):
-    """Base class of quantisers: features of an image as a sum of what maps of codes add. each: codes of a position."""
+    """Base class of quantizers: image features as a sum of contributions from code maps. each: codes per position."""
 
     each = 1
 
     def blank(self, images: int, scales: ScaleSizes, device: torch.device) -> Tensor:
-        """Features (B, c, H, W) of no maps."""
+        """Return the features (B, c, H, W) of an image without any maps."""
         raise NotImplementedError
 
     def part(self, scale: int, scales: ScaleSizes, codes_BS: Tensor) -> Tensor:
-        """What a map adds to the features, (B, c, H, W)."""
+        """Return a map's contribution to the features, (B, c, H, W)."""
         raise NotImplementedError
 
     def shrink(self, features: Tensor, scale: int, scales: ScaleSizes) -> Tensor:
-        """Features (B, c, H, W) as inputs of a scale, (B, positions, numbers of a position)."""
+        """Reduce features (B, c, H, W) to a scale's inputs, (B, positions, channels per position)."""
         raise NotImplementedError
 
     def encode(self, features: Tensor, scales: ScaleSizes) -> Tensor:
-        """Codes (B, T): of each map the nearest to what the maps before have left."""
+        """Encode features to codes (B, T): for each map, the nearest to the residual of the earlier maps."""
         raise NotImplementedError
 
     def features(self, codes_BT: Tensor, scales: ScaleSizes) -> Tensor:
-        """(B, c, H, W) of whole images."""
+        """Return the features (B, c, H, W) of whole images."""
         maps = enumerate(codes_BT.split([size * self.each for size in scales.sizes], dim=1))
         return torch.stack([self.part(k, scales, codes) for k, codes in maps]).sum(dim=0)
 
 
 class Quantizer(ScaleQuantizer):
-    """Codes of `size` channels and the convolutions after enlarging, each of them shared by neighbouring scales."""
+    """A codebook with `size` channels, and convolutions after enlarging, each shared by neighboring scales."""
 
     def __init__(self, codes: int, size: int, shared: int = 4):
         super().__init__()
@@ -122,7 +122,7 @@ class Quantizer(ScaleQuantizer):
         return self.embedding.weight.new_zeros(images, self.size, *scales.grids[-1], device=device)
 
     def smooth(self, scale: int, scales: ScaleSizes, x: Tensor) -> Tensor:
-        """The convolution whose tick is nearest to the scale's place between the first (0) and the last (1)."""
+        """Apply the convolution whose tick is nearest to the scale's place between the first (0) and the last (1)."""
         layers: nn.ModuleList = self.quant_resi["qresi_ls"]  # type: ignore[assignment]
         layer = layers[nearest(len(layers), scale, len(scales))]
         return x * (1 - MIX) + layer(x) * MIX
@@ -137,8 +137,8 @@ class Quantizer(ScaleQuantizer):
         return F.interpolate(features, size=scales.grids[scale], mode="area").flatten(2).transpose(1, 2)
 
     def maps(self, features: Tensor, scales: ScaleSizes) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Of each map: what the maps before have left, on its grid (B, S, c); the nearest codes (B, S); what they add,
-        (B, c, H, W).
+        """Yield, for each map: the residual of the earlier maps on its grid (B, S, c), the nearest codes (B, S), and
+        their contribution (B, c, H, W).
         """
         left = features
         for k in range(len(scales)):
@@ -154,8 +154,8 @@ class Quantizer(ScaleQuantizer):
 
 @dataclass(frozen=True)
 class MultiScaleShape:
-    """multipliers: of `channels`, from the finest level to the coarsest, each of half the size. shared: convolutions of
-    the quantiser. kernel: of the convolutions around it.
+    """multipliers: of `channels`, from the finest level to the coarsest, each at half the size. shared: number of the
+    quantizer's convolutions. kernel: size of the convolutions around it.
     """
 
     codes: int = 4096
@@ -168,9 +168,9 @@ class MultiScaleShape:
 
 
 class ScaleVAE(nn.Module):
-    """Base class of autoencoders: pixels (B, 3, height, width) in [-1, 1] to codes of any scales, and back.
+    """Base class of autoencoders from pixels (B, 3, height, width) in [-1, 1] to codes of any scales, and back.
 
-    factor: pixels per position of the finest map, along a side.
+    factor: pixels per position of the finest map, along one side.
     """
 
     shape: Any
@@ -178,7 +178,7 @@ class ScaleVAE(nn.Module):
     quantize: ScaleQuantizer
 
     def __init__(self, size: int, widths: tuple[int, ...], blocks: int, attention: bool):
-        """diffusers' encoder to `size` channels, and decoder. attention: at the coarsest level and in the middle."""
+        """Build diffusers' encoder to `size` channels, and decoder. attention: at the coarsest and the middle level."""
         super().__init__()
         plain, coarse = len(widths) - 1, "Attn" if attention else ""
         shared: dict[str, Any] = {"norm_num_groups": GROUPS, "mid_block_add_attention": attention}
@@ -188,26 +188,26 @@ class ScaleVAE(nn.Module):
         self.decoder = Decoder(size, 3, up, widths, blocks, **shared)
 
     def latents(self, pixels: Tensor) -> Tensor:
-        """Features (B, c, H, W) before they are quantised."""
+        """Return features (B, c, H, W) before quantization."""
         raise NotImplementedError
 
     def decoded(self, features: Tensor) -> Tensor:
-        """Pixels of features (B, c, H, W)."""
+        """Decode features (B, c, H, W) to pixels."""
         raise NotImplementedError
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, scales: ScaleSizes) -> Tensor:
-        """Codes (B, T) of pixels, `factor` times the finest grid."""
+        """Encode pixels to codes (B, T). The pixels' size must be `factor` times the finest grid."""
         return self.quantize.encode(self.latents(pixels), scales)
 
     @torch.no_grad()
     def decode(self, codes_BT: Tensor, scales: ScaleSizes) -> Tensor:
-        """Pixels."""
+        """Decode codes to pixels in [-1, 1]."""
         return self.decoded(self.quantize.features(codes_BT, scales)).clamp(-1, 1)
 
 
 class MultiScaleVAE(ScaleVAE):
-    """VAR's autoencoder, whose codes are those of a codebook."""
+    """VAR's autoencoder, whose codes index a codebook."""
 
     quantize: Quantizer
 

@@ -1,4 +1,4 @@
-"""What a next-scale model has read of some images: keys and values, and the features of the maps so far.
+"""The state of a next-scale model on a batch of images: keys and values, and the features of the maps so far.
 
 Shapes: B images, R = B or 2 B rows (conditional ones first), N nodes, S codes of the largest map, Q positions of a
 pass, C width, c channels of codes, V codes, (H, W) the finest grid.
@@ -18,20 +18,22 @@ from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.multiscale import ScaleQuantizer
 
-Mark = tuple[list[int], Tensor]  # where a reading was: maps read of each image, and features
+Mark = tuple[list[int], Tensor]  # a saved point: maps read per image, and features
 
 
 class DistanceGroup(NamedTuple):
-    """Images that are equally far, and what was said of their next scales."""
+    """Images that have read equally many maps, and the logits of their next scales."""
 
     images: list[int] | None  # None: all
     first: int  # the scale of the first logits
-    logits: list[Tensor]  # of each scale (R of these images, codes, V)
+    logits: list[Tensor]  # per scale: (R of these images, codes, V)
 
 
 class ConditionState:
-    """condition: of R rows, as the network takes it (`given`): VAR numbers of classes, Infinity texts. cache: empty;
-    default for all scales.
+    """State of a next-scale model for some images.
+
+    condition: of R rows, as the network takes it (`given`): class numbers for VAR, texts for Infinity. cache: an empty
+    one; by default with room for all scales.
     """
 
     def __init__(self, net: NextScale, quantizer: ScaleQuantizer, condition: Any, images: int, cache: Any = None):
@@ -39,21 +41,21 @@ class ConditionState:
         self.quantizer, self.scales = quantizer, net.config.scales
         self.given = self.net.given(condition)
         self.cache = ScaleCache(self.scales, net.config.depth) if cache is None else cache
-        self.count = [0] * images  # maps that were read
+        self.count = [0] * images  # maps read per image
         self.features = quantizer.blank(images, self.scales, net.device)
         self.begun = False
         self.after: list[Tensor] = []  # features after each node of the latest pass
 
     @property
     def copies(self) -> int:
-        """Rows of an image."""
+        """Rows per image."""
         return len(self.given) // len(self.count)
 
     def read(self, value_BNS: Tensor | None = None, last: bool = False) -> list[DistanceGroup]:
-        """One pass over the next N maps of each image, after the class if it is the first. What was said of the scale
-        after each; of the first scale too in the first pass. last: of the last only.
+        """Run one pass over the next N maps of each image (after the condition in the first pass). Returns the logits
+        of the scale after each map, and of the first scale in the first pass. last: of the last scale only.
 
-        Maps behind an image's last are not read. Nothing is final until `keep`.
+        Maps after an image's last one are not read. Nothing is final until `keep`.
         """
         nodes = 0 if value_BNS is None else value_BNS.shape[1]
         groups = self._groups()
@@ -75,13 +77,13 @@ class ConditionState:
             if last and number:
                 first, kept, own = first + number - 1, kept[-1:], own[:, -kept[-1] :]
             said = self.net.logits(own, given).split(kept, dim=1) if number else ()
-            codes = self.net.config.codes  # a position's codes one after another
+            codes = self.net.config.codes  # a position's codes are adjacent
             found.append(DistanceGroup(images, first, [part.unflatten(2, (-1, codes)).flatten(1, 2) for part in said]))
         self.begun = True
         return found
 
     def keep(self, counts: list[int]) -> None:
-        """The first counts[b] maps of the latest pass are final."""
+        """Make the first counts[b] maps of the latest pass final."""
         if len(set(counts)) == 1:
             self.features = self.after[counts[0] - 1] if counts[0] else self.features
         else:
@@ -90,14 +92,14 @@ class ConditionState:
         self.count = [had + more for had, more in zip(self.count, counts)]
 
     def pass_over(self, nodes: int) -> None:
-        """The first maps of the latest pass are final, the others are as if they had been read by themselves."""
+        """Make the first `nodes` maps of the latest pass final, and treat the others as a pass of their own."""
         self.count, self.after = [had + nodes for had in self.count], self.after[nodes:]
 
     def mark(self) -> Mark:
         return list(self.count), self.features
 
     def back(self, marks: list[Mark]) -> None:
-        """To the mark of each image; what was read since is free."""
+        """Return to each image's mark, and discard what was read since."""
         self.count = [counts[b] for b, (counts, _) in enumerate(marks)]
         self.features = torch.stack([features[b] for b, (_, features) in enumerate(marks)])
 
@@ -109,7 +111,7 @@ class ConditionState:
         self.after = []
 
     def _groups(self) -> list[tuple[int, list[int] | None]]:
-        """Images by how many maps were read; None: all of them."""
+        """Group images by the number of maps read; None stands for all images."""
         if len(set(self.count)) == 1:
             return [(self.count[0], None)]
         return [(n, [b for b, count in enumerate(self.count) if count == n]) for n in sorted(set(self.count))]
@@ -120,7 +122,7 @@ class ConditionState:
     def _inputs(
         self, count: int, images: list[int] | None, value_BNS: Tensor | None, after: list[Tensor]
     ) -> tuple[Tensor, int]:
-        """(inputs (R, Q, C) of a group's next scales, how many scales they are); fills its rows of `after`."""
+        """Return inputs (R, Q, C) of a group's next scales and the number of scales; fill its rows of `after`."""
         features, value, at = self.features, value_BNS, None
         if images is not None:
             at = to_device(images, features.device)
@@ -144,7 +146,7 @@ class ConditionState:
         return torch.cat(made, dim=1), len(parts) + (not self.begun)
 
     def _open(self, inputs: list[tuple[int, list[int] | None, Tensor, int]]) -> tuple[Tensor, Tensor]:
-        """Inputs (R, Q, C) of all images, and their places (R|1, Q); tells the cache, too."""
+        """Combine inputs (R, Q, C) of all images, return them with their places (R|1, Q), and open the cache."""
         if len(inputs) == 1:
             first, _, x_RQC, number = inputs[0]
             self.cache.open(first, number)
@@ -168,9 +170,9 @@ class ConditionState:
 def stack_groups(
     groups: list[DistanceGroup], images: int, nodes: int, warped: Callable[[Tensor, int], Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Logits (B, N, S, V) of all images, and how many codes each node has (B, N).
+    """Combine logits (B, N, S, V) of all images, and count the codes of each node (B, N).
 
-    warped: (logits (R, codes, V) of some images, scale) -> (images, codes, V). Nodes behind the last scale have none.
+    warped: (logits (R, codes, V) of some images, scale) -> (images, codes, V). Nodes after the last scale have none.
     """
     made = [[warped(logits, group.first + n) for n, logits in enumerate(group.logits)] for group in groups]
     counts = [[part.shape[1] for part in parts] for parts in made]

@@ -1,11 +1,11 @@
-"""VAR as a target of the loop: a node is a scale, the map of codes that one pass gives at once.
+"""Next-scale models (VAR) as targets of the loop: a node is a scale, the map of codes that one pass gives at once.
 
-The distribution after a node is that of the next scale's codes, which are independent given the scales before
+The distribution after a node is that of the next scale's codes, which are independent given the earlier scales
 (`distributions.Maps`); one block-causal pass verifies a chain of drafted scales. Guidance grows with the scale, as
 published: u + t (c - u) with t = 1 + (guidance - 1) k / (K - 1), so the published `cfg` of 1.5 is a guidance of 2.5.
 
 With a `refiner` the declared target is a composition (CoDe, arXiv 2411.17787): scales below `handover` have the
-distribution of the model, later ones that of the refiner, each given all scales before it,
+distribution of the model, later ones that of the refiner, each given all earlier scales,
 
     p(r_1 .. r_K) = prod_(k <= N) p_model(r_k | r_<k)  prod_(k > N) p_refiner(r_k | r_<k),
 
@@ -39,19 +39,19 @@ from visspec.models.scales.reading import ConditionState, DistanceGroup, stack_g
 from visspec.sampling import warp
 from visspec.types import FREE, Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target
 
-RAMPS = ("linear", "constant")  # guidance by scale
+RAMPS = ("linear", "constant")  # how guidance depends on the scale
 
 
 @dataclass(frozen=True)
 class ScaleSettings:
-    """Settings of each scale in place of the call's, where given: one number for each of the K scales."""
+    """Per-scale settings that override the call's: one number for each of the K scales."""
 
     temperature: tuple[float, ...] | None = None
     top_k: tuple[int, ...] | None = None
     top_p: tuple[float, ...] | None = None
 
     def check(self, scales: int) -> None:
-        """Raises ValueError for lists of another length, and for numbers that are none of their kind."""
+        """Raise ValueError for lists of the wrong length and for invalid numbers."""
         for name in ("temperature", "top_k", "top_p"):
             values = getattr(self, name)
             if values is not None and len(values) != scales:
@@ -62,7 +62,7 @@ class ScaleSettings:
             raise ValueError("temperature: got 0 for a scale, expected positive numbers (or 0 for the call: greedy)")
 
     def of(self, sampling: Sampling, scale: int) -> Sampling:
-        """The settings of a scale. A greedy call stays greedy."""
+        """Return the settings of a scale. A greedy call stays greedy."""
         found = {name: values[scale] for name, values in vars(self).items() if values is not None}
         if sampling.greedy:
             found.pop("temperature", None)
@@ -71,7 +71,7 @@ class ScaleSettings:
 
 @dataclass(frozen=True)
 class ScaleLayout(ImageLayout):
-    """An image of K nodes with `total` codes together; `grid` is that of the last scale."""
+    """An image of K nodes with `total` codes in all; `grid` is that of the last scale."""
 
     total: int = 0
 
@@ -90,18 +90,18 @@ class ScaleLayout(ImageLayout):
 
 
 class ScaleImages(Family):
-    """Base class of next-scale models as families of images.
+    """Base class of next-scale models as image families.
 
-    codec: the autoencoder, needed to draw. ramp: guidance by scale, "linear" or "constant"; default, as published.
+    codec: the autoencoder, needed to generate. ramp: guidance by scale, "linear" or "constant"; default: as published.
     refiner, handover: a model for the scales from number `handover` on (CoDe). budget: tokens to keep in the cache by
     layer and scale (ScaleKV, `visspec.models.scales.kv_budget`), which makes the guarantee approximate. settings: a
-    generation_config in place of a folder's.
+    generation_config that replaces the folder's.
     """
 
     draws = "maps"
     running = False
     default_drafter, default_rule, default_ramp = "none", "scales", "linear"
-    autoencoder: tuple[type, str]  # its class, and what it is in words
+    autoencoder: tuple[type, str]  # its class, and a description for errors
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class ScaleImages(Family):
 
     @property
     def plain(self) -> bool:
-        """Whether the target is the model's own distribution."""
+        """Whether the target has the model's own distribution."""
         return self.refiner is None and self.budget is None
 
     def layout(self, height: int | None = None, width: int | None = None) -> ScaleLayout:
@@ -157,15 +157,15 @@ class ScaleImages(Family):
         return ScaleLayout((rows, columns), torch.full((len(self.scales),), FREE), total=sum(self.sizes))
 
     def check(self, prompt: object, layout: ImageLayout, guidance: float) -> None:
-        """Nothing depends on the length of prompts."""
+        """Accept any prompt: nothing depends on its length."""
 
     def guidance(self, guidance: float, scale: int) -> float:
-        """Of a scale."""
+        """Return the guidance of a scale."""
         last = len(self.scales) - 1
         return guidance if self.ramp == "constant" or last == 0 else 1 + (guidance - 1) * scale / last
 
     def warp(self, sampling: Sampling, logits_RSV: Tensor, scale: int) -> Tensor:
-        """(B, S, V): guidance, then the scale's temperature and cuts."""
+        """Apply guidance, then the scale's temperature, top-k and top-p: (B, S, V)."""
         own = self.per_scale.of(sampling, scale)
         if sampling.guidance == 1.0:
             return warp(logits_RSV, own)
@@ -174,7 +174,7 @@ class ScaleImages(Family):
         return warp(given.contiguous(), own, uncond.contiguous())
 
     def distributions(self, state: State, groups: list[DistanceGroup], nodes: int) -> Maps:
-        """Of the scales after nodes (B, N), from what a model said of them."""
+        """Return distributions of the scales after nodes (B, N), from a model's logits."""
         sampling = state.request.sampling
         return Maps(*stack_groups(groups, len(state.rows), nodes, lambda x, k: self.warp(sampling, x, k)))
 
@@ -183,14 +183,14 @@ class ScaleImages(Family):
 
 
 def check_codec(model: NextScale, codec: ScaleVAE) -> None:
-    """Raises ValueError unless the codes are the model's."""
+    """Raise ValueError unless the codec's codes are the model's."""
     found, wanted = (codec.shape.codes, codec.shape.size), (model.config.codes, model.config.code_size)
     if found != wanted:
         raise ValueError(f"codec: got {found[0]} codes of {found[1]}, expected the model's {wanted[0]} of {wanted[1]}")
 
 
 def check_alike(name: str, other: NextScale, model: NextScale) -> None:
-    """Raises ValueError unless both models draw the same maps of the same prompts."""
+    """Raise ValueError unless both models generate the same maps from the same prompts."""
     if type(other) is not type(model):
         raise ValueError(f"{name}: got {type(other).__name__}, expected {type(model).__name__} as the model is")
     for what in model.config.ALIKE:
@@ -215,7 +215,7 @@ class ScaleTarget(Target):
         return self.model.device
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
-        """`request.inputs` is the family's prompt. Scores: distributions (B, 1) of the first scale."""
+        """Start a request whose `inputs` are the family's prompt. Scores: distributions (B, 1) of the first scale."""
         prompt = request.inputs
         first = self.family.refiner if self.family.handover == 0 else None
         reading = self.reading(prompt, request.sampling, first or self.model)
@@ -235,7 +235,7 @@ class ScaleTarget(Target):
         self.sums = FixedSums()
 
     def reading(self, prompt: Any, sampling: Sampling, model: NextScale) -> ConditionState:
-        """An empty reading of a model."""
+        """Return the initial state of a model for a prompt."""
         cache: ScaleCache | BudgetedCache | None = None
         quantizer, rows = self.family.codec.quantize, prompt.rows(sampling.guidance != 1.0)
         if self.family.budget is not None:
@@ -245,10 +245,10 @@ class ScaleTarget(Target):
         return ConditionState(model, quantizer, rows, len(prompt), cache)
 
     def verify(self, state: State, draft: Draft) -> Scores:
-        """One block-causal pass over all nodes, with guidance over two rows of each image."""
+        """Run one block-causal pass over all nodes, with two rows per image under guidance."""
         reading, nodes = state.cache, draft.tree.size
         if nodes > 1 and not self.family.plain:
-            raise ValueError(f"draft: got {nodes - 1} scales, expected none: this target takes one at a time")
+            raise ValueError(f"draft: got {nodes - 1} scales, expected none: this target takes one scale at a time")
         if len(state.tokens[state.rows[0]]) == self.family.handover:
             return self._scores(state, self._hand_over(state), 1)
         with self.sums:
@@ -263,7 +263,7 @@ class ScaleTarget(Target):
         state.cache.select(keep)
 
     def _hand_over(self, state: State) -> list[DistanceGroup]:
-        """The refiner reads all scales so far in one pass, of which only the last is asked; the model's cache goes."""
+        """Let the refiner read all scales so far in one pass, return the last one's logits, and drop the old cache."""
         assert self.family.refiner is not None
         assert isinstance(state.output, ScaleBuffer)
         maps_BNS = torch.stack([state.output.maps(row) for row in state.rows])
@@ -276,7 +276,7 @@ class ScaleTarget(Target):
         return groups
 
     def _report(self, state: State) -> None:
-        """Bytes of keys and values: the most between passes, and the most in one."""
+        """Record bytes of keys and values: the maximum between passes, and the maximum within one."""
         cache, memory = state.cache.cache, state.trace.memory
         memory["cache"] = max(memory.get("cache", 0), cache.bytes)
         memory["pass"] = max(memory.get("pass", 0), cache.peak)
@@ -286,7 +286,7 @@ class ScaleTarget(Target):
 
 
 def declared_distribution(family: ScaleImages) -> dict[str, Any]:
-    """What a setup may promise of the target, and the target's distribution in words."""
+    """Return the guarantee that a setup may state for the target, and a description of the target's distribution."""
     count = len(family.scales)
     if family.refiner is not None:
         words = f"scales 1..{family.handover} by the model, the others of {count} by the refiner, each given all before"

@@ -1,7 +1,7 @@
-"""The diffusion head of continuous tokens: an MLP with adaptive normalisation, and its schedules of steps.
+"""The diffusion head of continuous tokens: an MLP with adaptive normalization, and its step schedules.
 
-MAR's DiffLoss network (Li et al., arXiv 2406.11838, section 3.3); parameters have its published names. Shapes: M rows,
-d size of a token, C width of the condition.
+This is MAR's DiffLoss network (Li et al., arXiv 2406.11838, section 3.3), with its published parameter names. Shapes: M
+rows, d size of a token, C width of the condition.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from visspec.distributions import DenoisingSteps
 LATEST = 0.999  # maximum beta of the cosine schedule
 OFFSET = 0.008  # of the cosine schedule, Nichol and Dhariwal 2021, equation 17
 EPSILON = 1e-6  # of all layer norms
-# what heads predict, at x = signal value + noise eps: coefficients of x and of that in an estimate of the value
+# the head's prediction, at x = signal value + noise eps: coefficients of x and of the prediction in an estimated value
 PREDICTIONS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "noise": lambda signal, noise: (1 / signal, -noise / signal),  # eps
     "velocity": lambda signal, noise: (signal, -noise),  # signal eps - noise value, of schedules with unit variance
@@ -32,8 +32,8 @@ PREDICTIONS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 class Schedule:
     """Timesteps that a chain visits, noisiest first. All (S,), float64.
 
-    times: what the network is told. signal, noise: x = signal value + noise eps at each of them. predicts: what the
-    network says, a name of PREDICTIONS.
+    times: timesteps as input of the network. signal, noise: x = signal value + noise eps at each timestep. predicts:
+    what the network predicts, a key of PREDICTIONS.
     """
 
     steps: DenoisingSteps
@@ -47,33 +47,33 @@ class Schedule:
             raise ValueError(f"predicts: got {self.predicts!r}, expected one of {', '.join(PREDICTIONS)}")
 
     def estimate(self) -> tuple[Tensor, Tensor]:
-        """Coefficients (S,) of x and of what the network says in its estimate of the value."""
+        """Return coefficients (S,) of x and of the network's prediction in the estimated value."""
         return PREDICTIONS[self.predicts](self.signal, self.noise)
 
 
 def cosine_levels(total: int = 1000) -> Tensor:
-    """Products of alpha after each of `total` training timesteps, (total,) float64, of the cosine schedule."""
+    """Return cumulative products of alpha at `total` training timesteps, (total,) float64, of the cosine schedule."""
     t = torch.arange(total + 1, dtype=torch.float64) / total
     level = torch.cos((t + OFFSET) / (1 + OFFSET) * math.pi / 2) ** 2
     return (1 - (1 - level[1:] / level[:-1]).clamp(max=LATEST)).cumprod(dim=0)
 
 
 def schedule(count: int, learned: bool = False, total: int = 1000, noisy: bool = True) -> Schedule:
-    """`count` evenly spaced of `total` cosine timesteps, as iDDPM respaces them.
+    """Choose `count` evenly spaced timesteps out of `total` cosine ones, as iDDPM respaces them.
 
-    learned: deviations between the posterior's and the forward process's, at a share that the network predicts; else
-    the posterior's. Raises ValueError if the steps do not fit the timesteps.
+    learned: deviations are interpolated between the posterior's and the forward process's, by a share that the network
+    predicts; otherwise the posterior's are used. Raises ValueError if the steps do not fit the timesteps.
     """
     if not 2 <= count <= total:
         raise ValueError(f"steps: got {count}, expected 2..{total}, the timesteps the head was trained on")
     stride = (total - 1) / (count - 1)
-    # sums, as there: products would round ties otherwise
+    # sums as in the published code: products would round ties differently
     times = torch.tensor([0.0, *[stride] * (count - 1)], dtype=torch.float64).cumsum(dim=0).round().long()
     level = cosine_levels(total)[times]  # rising in noise
     before = torch.cat([level.new_ones(1), level[:-1]])
     beta = 1 - level / before
     posterior = beta * (1 - before) / (1 - level)
-    low = torch.cat([posterior[1:2], posterior[1:]]).log() / 2  # the last step's own would be no noise
+    low = torch.cat([posterior[1:2], posterior[1:]]).log() / 2  # the last step's own deviation would be zero
     high = beta.log() / 2 if learned else low
     keep = (1 - before) * (1 - beta).sqrt() / (1 - level)
     move = beta * before.sqrt() / (1 - level)
@@ -83,7 +83,7 @@ def schedule(count: int, learned: bool = False, total: int = 1000, noisy: bool =
 
 
 class TimeEmbedding(nn.Module):
-    """Sinusoids of a timestep, then two layers: (M,) -> (M, width)."""
+    """Sinusoidal embedding of a timestep, followed by two layers: (M,) -> (M, width)."""
 
     def __init__(self, width: int, frequencies: int = 256):
         super().__init__()
@@ -98,7 +98,7 @@ class TimeEmbedding(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """A residual block, modulated by the condition."""
+    """Residual block, modulated by the condition."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -112,7 +112,7 @@ class ResidualBlock(nn.Module):
 
 
 class OutputLayer(nn.Module):
-    """The last, modulated layer."""
+    """Last layer, modulated by the condition."""
 
     def __init__(self, width: int, out: int):
         super().__init__()
@@ -126,8 +126,8 @@ class OutputLayer(nn.Module):
 
 
 class DiffusionHead(nn.Module):
-    """Noise predictor of a token: (points (M, d), timesteps (M,), conditions (M, C)) -> (M, d), or with `learned`
-    deviations (M, 2 d), the noise first.
+    """Noise predictor of a token: (points (M, d), timesteps (M,), conditions (M, C)) -> (M, d), or (M, 2 d) with
+    `learned` deviations, which follow the noise.
     """
 
     def __init__(self, size: int, condition: int, width: int, depth: int, learned: bool = False):
@@ -143,8 +143,8 @@ class DiffusionHead(nn.Module):
         return self.run_modulated(x, self.modulations(self.time_embed(t) + self.cond_embed(condition)))
 
     def modulations(self, y: Tensor) -> Tensor:
-        """Shifts, scales (one added) and gates of the blocks, shift and scale of the last layer, side by side, from the
-        sum of time and condition (..., width).
+        """Return the modulations for the sum of time and condition (..., width), concatenated: shifts, scales (plus
+        one) and gates of the blocks, then shift and scale of the last layer.
         """
         active, blocks, parts = F.silu(y), cast(Any, self.res_blocks), []
         for block in (*blocks, self.final_layer):
@@ -153,7 +153,7 @@ class DiffusionHead(nn.Module):
         return torch.cat(parts, dim=-1)
 
     def run_modulated(self, x: Tensor, modulations: Tensor) -> Tensor:
-        """The head at x (..., d), whose modulations are known."""
+        """Run the head at x (..., d) with precomputed modulations."""
         *parts, shift, scale = modulations.split(self.final_layer.linear.in_features, dim=-1)
         x = self.input_proj(x)
         for i, block in enumerate(self.res_blocks):

@@ -1,7 +1,7 @@
-"""Laws of vectors that a diffusion head defines: its chains, with guidance and temperature.
+"""Distributions of vectors defined by a diffusion head: its denoising chains, with guidance and temperature.
 
-Shapes: B rows, N nodes, M = B N chains, W points of each, S steps, d size of a vector, C width of the condition; 2 M
-conditions under guidance, the unconditional ones last.
+Shapes: B rows, N nodes, M = B N chains, W points of each, S steps, d size of a vector, C width of the condition. Under
+guidance there are 2 M conditions, the unconditional ones last.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from torch import Tensor
 from visspec.distributions import Denoising, DenoisingSteps
 from visspec.models.vectors.diffusion_head import DiffusionHead, Schedule
 
-MOST_ROWS = 1 << 14  # steps of chains whose modulations are computed together, which is faster than one by one
+MOST_ROWS = 1 << 14  # maximum chains times steps whose modulations are precomputed together, which is faster
 
 
 class HeadDistributions:
-    """Laws of a head's chains on a schedule. `steps` are those at temperature 1.
+    """Distributions of a head's chains on a schedule. `steps` are those at temperature 1.
 
-    What does not depend on a chain is computed once for a device: times, coefficients, steps by temperature.
+    Everything independent of a chain is computed once per device: times, coefficients, steps by temperature.
     """
 
     def __init__(self, head: DiffusionHead, schedule: Schedule):
@@ -34,7 +34,7 @@ class HeadDistributions:
         self._warm: dict[tuple[float, torch.device], DenoisingSteps] = {}
         parts = schedule.steps.keep, schedule.steps.move, *schedule.estimate()
         keep_S, move_S, point_S, output_S = (part.double().cpu() for part in parts)
-        # of a point and of the head's output in the mean of the next point
+        # coefficients of a point and of the head's output in the mean of the next point
         self.moves = list(zip((keep_S + move_S * point_S).tolist(), (move_S * output_S).tolist()))
 
     def __call__(
@@ -46,14 +46,14 @@ class HeadDistributions:
         calls: Counter[str] | None = None,
         name: str = "head",
     ) -> Denoising:
-        """Laws (B, N) with conditions (M, C), or with guidance, a scale or those of the chains (M,), (2 M, C)."""
+        """Return distributions (B, N) for conditions (M, C), or (2 M, C) with guidance (one scale, or (M,))."""
         chains = _Chains(self, condition, shape[0] * shape[1], guidance)
         steps = self._steps(temperature, condition.device)
         ends = chains.ends if chains.ahead_GMSV is not None and steps.fixed and steps.noisy else None
         return Denoising(chains, steps, shape, self.head.size, calls, name, ends)
 
     def schedule_tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Embedded times (S, width), and coefficients (S, 1) of a point and of the head's output in its estimate."""
+        """Return embedded times (S, width), and coefficients (S, 1) of a point and the output in its estimate."""
         if self._prepared is None or self._prepared[0] != device:
             of_point, of_output = (part.float().to(device)[:, None] for part in self.schedule.estimate())
             with torch.inference_mode(False), torch.no_grad():
@@ -71,7 +71,7 @@ class HeadDistributions:
 
 class _Chains:
     """`distributions.Predict` of M chains. G = 1, or 2 with guidance, the unconditional ones last; U = M W points; V
-    numbers of modulations.
+    number of modulations.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class _Chains:
             self.ahead_GMSV = head.modulations(self.time_SC + self.condition_GM1C)
 
     def __call__(self, x_MWd: Tensor, step: Tensor | int, chains_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        head, x_Ud = self.distributions.head, x_MWd.flatten(0, 1)  # matrices are the fastest
+        head, x_Ud = self.distributions.head, x_MWd.flatten(0, 1)  # 2-D products are the fastest
         own, *other = self._predict(x_Ud, self._modulations(step, chains_M))
         share = None
-        if head.learned:  # log sigma lies between the bounds at a share of (1 + what is said) / 2
+        if head.learned:  # log sigma is interpolated between its bounds at (1 + prediction) / 2
             own, said = own.split(head.size, dim=-1)
             share = ((said + 1) / 2).view_as(x_MWd)
             other = [part[..., : head.size] for part in other]
@@ -104,8 +104,8 @@ class _Chains:
         return (self.of_point[at] * x_Ud + self.of_output[at] * mixed).view_as(x_MWd), share
 
     def ends(self, x_Md: Tensor, normal_MSd: Tensor, steps: DenoisingSteps) -> Tensor:
-        """Where chains with fixed deviations end: `Denoising.value` in fewer operations, for these are on small tensors
-        and many.
+        """Return the end points of chains with fixed deviations: `Denoising.value` with fewer operations, because these
+        are many and on small tensors.
         """
         assert self.ahead_GMSV is not None
         scale, modulations = self._scale(None, 1), self.ahead_GMSV.flatten(0, 1).unbind(1)
@@ -117,7 +117,7 @@ class _Chains:
         return x_Md
 
     def _predict(self, x_Ud: Tensor, modulations: Tensor) -> Sequence[Tensor]:
-        """What the head says at points, and under guidance without their prompts: (U, d or 2 d) each."""
+        """Return the head's predictions at points, and under guidance the unconditional ones: (U, d or 2 d) each."""
         inputs = x_Ud.to(modulations.dtype)
         if self.halves == 1:
             return (self.distributions.head.run_modulated(inputs, modulations).float(),)
@@ -130,7 +130,7 @@ class _Chains:
         return guidance_M.repeat_interleave(points)[:, None]
 
     def _modulations(self, step: Tensor | int, chains_M: Tensor | None) -> Tensor:
-        """(G U, ...) of the head at the U = M W points, which are at these steps."""
+        """Return the head's modulations (G U, ...) at U = M W points with these steps."""
         if self.ahead_GMSV is None:
             own = self.condition_GM1C if chains_M is None else self.condition_GM1C[:, chains_M]
             return self.distributions.head.modulations(self.time_SC[step] + own).flatten(0, 2)

@@ -1,4 +1,4 @@
-"""Images of continuous tokens: vectors that a diffusion head draws, and latents of a KL autoencoder.
+"""Families of images of continuous tokens: vectors from a diffusion head, which are latents of a KL autoencoder.
 
 Shapes: B images, T tokens, d size of a token.
 """
@@ -13,11 +13,11 @@ from visspec.models.image_codes.target import Family, ImageLayout
 from visspec.models.vectors.head_distribution import HeadDistributions
 from visspec.types import Sampling
 
-COLDEST = 1e-6  # squares of what couplings divide by deviations are finite in float32
+COLDEST = 1e-6  # minimum temperature; keeps the squares in couplings finite in float32
 
 
 class VectorFamily(Family):
-    """Base class of families whose tokens are vectors. patch: latents along a side of a token."""
+    """Base class of families whose tokens are vectors. patch: latents along one side of a token."""
 
     codes = 0
     draws = "vectors"
@@ -40,14 +40,14 @@ class VectorFamily(Family):
         if self.autoencoder is None:
             return super().pixels(tokens, layout)
         config, latents = self.autoencoder.config, unpatchify(tokens, layout.grid, self.patch)
-        latents = latents / config.scaling_factor + (config.shift_factor or 0.0)  # as the generator has them
+        latents = latents / config.scaling_factor + (config.shift_factor or 0.0)  # inverse of the generator's scaling
         decoded = self.autoencoder.decode(latents.to(self.autoencoder.dtype)).sample
         return (decoded.float() / 2 + 0.5).clamp(0, 1)
 
 
 def unpatchify(values_BTd: Tensor, grid: tuple[int, int], patch: int = 1) -> Tensor:
-    """Latents (B, channels, rows patch, columns patch) of tokens in raster order: d = channels patch^2, as MAR and
-    NextStep-1 have them.
+    """Convert tokens in raster order to latents (B, channels, rows patch, columns patch), with d = channels patch^2
+    ordered as in MAR and NextStep-1.
     """
     values = values_BTd.unflatten(2, (-1, patch, patch)).unflatten(1, grid)  # B, rows, columns, channels, patch, patch
     return values.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)

@@ -1,16 +1,16 @@
-"""Block verification: a chain of sampled drafts is accepted as one block (Sun et al., ICLR 2025, arXiv 2403.10444).
+"""Block verification: accept a chain of sampled drafts as one block (Sun et al., ICLR 2025, arXiv 2403.10444).
 
-With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)) along the chain, and S_i the mass of [w_i p - q]+ behind node i,
-the accepted part ends at the last node with a uniform number of its own below
+With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i)/q(x_i)) along the chain, and S_i the mass of [w_i p - q]+ after node i, the
+accepted part ends at the last node whose own uniform number is below
 
     h_i = S_i / (S_i + 1 - w_i),    at the end of the chain h = w,
 
 and the next token is drawn from [w_i p - q]+, at the end of the chain from p. By induction from the end, node i is kept
-with probability w_i given the drafts before it, whatever the drafter makes of what follows, so the output has the
-target's distribution. No exact rule accepts more of a chain, on average; token-wise rejection keeps node i with the
-product of min(1, p/q), which is at most w_i. Of point masses both accept the same.
+with probability w_i given the drafts before it, however the drafter continues, so the output has the target's
+distribution. On average no exact rule accepts more of a chain: token-wise rejection keeps node i with the product of
+min(1, p/q), which is at most w_i. For point masses both accept the same.
 
-What is accepted depends on the drafts and the numbers behind it, so none of them may serve a later round.
+What is accepted depends on later drafts and numbers, so none of them may be reused in a later round.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from visspec.types import Acceptance, Draft, RuleTraits, Scores, Verdict
 
 
 class RoundNoise(AcceptanceNoise):
-    """The numbers of `AcceptanceNoise`, of which none is used in two rounds: each begins a new chunk, so that up to 15
-    levels a row does not depend on how far others are drafted.
+    """`AcceptanceNoise` that never uses a number in two rounds. Each round begins a new chunk, so that up to 15 levels
+    a row does not depend on how far others are drafted.
     """
 
     read = 0  # positions read in this round
@@ -45,7 +45,7 @@ class RoundNoise(AcceptanceNoise):
 
 
 class Block(Acceptance[RoundNoise]):
-    """Exact, for chains; at least as many tokens as `rejection`, on average."""
+    """Block verification: exact, for chains. On average it accepts at least as many tokens as `rejection`."""
 
     traits = RuleTraits("exact", judges_draws=True, chains_only=True, whole_chains=True)
 
@@ -65,8 +65,8 @@ class Block(Acceptance[RoundNoise]):
 
 
 def chances(draft: Draft, p_BNV: Tensor) -> tuple[Tensor, Tensor]:
-    """Of every node of a chain the probability h (B, N) that the accepted part ends there if it does not end further
-    on, and the distribution (B, N, V) of the token that then follows, up to a constant; float64.
+    """Compute, in float64, for every node of a chain the probability h (B, N) that the accepted part ends there if it
+    does not end later, and the distribution (B, N, V), up to a constant, of the token that follows then.
     """
     p_BNV, drafted_BT1 = p_BNV.double(), draft.value[:, 1:, None]
     if draft.q is None:
@@ -82,7 +82,7 @@ def chances(draft: Draft, p_BNV: Tensor) -> tuple[Tensor, Tensor]:
     w_BN = torch.ones_like(kept_BN)
     for n, ratio_B1 in enumerate(ratio_BT1.unbind(1), start=1):
         w_BN[:, n] = (w_BN[:, n - 1] * ratio_B1[:, 0]).clamp(max=1.0)
-    behind_BNV = F.pad(q_BTV, (0, 0, 0, 1))  # nothing is drafted behind the end
+    behind_BNV = F.pad(q_BTV, (0, 0, 0, 1))  # nothing is drafted after the end
     rest_BNV = (w_BN[..., None] * p_BNV - behind_BNV).clamp_(min=0)
     left_BN = rest_BNV.sum(dim=-1)
     keep_BN = kept_BN * left_BN / (left_BN + 1 - w_BN).clamp(min=tiny)

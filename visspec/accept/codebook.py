@@ -1,7 +1,6 @@
-"""Tables of a codebook for image rules: neighbours of its codes.
-
-K codes, E features, V vocabulary (V >= K: larger ids are grammar tokens, without neighbours), k neighbours.
-Tables are computed once per codebook, on its device, and the last few are cached.
+"""Tables of nearest codes in a codebook, for image rules. Shapes: K codes, E features, V vocabulary (V >= K: larger ids
+are grammar tokens, without neighbours), k neighbours. Tables are computed once per codebook, on its device, and the
+last few are cached.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from torch import Tensor
 
 from visspec.types import Capabilities
 
-_tables: deque[tuple[Tensor, tuple, Tensor]] = deque(maxlen=8)  # codebook, what was asked of it, the table
+_tables: deque[tuple[Tensor, tuple, Tensor]] = deque(maxlen=8)  # (codebook, key, table)
 
 
 def require_codebook(capabilities: Capabilities, rule: str, k: int = 1, itself: bool = False) -> Tensor:
-    """The target's codebook. Raises ValueError where it has none, or none with k neighbours for each code, which counts
-    among them where `itself`.
+    """Return the target's codebook. Raises ValueError if it has none, or too few codes for k neighbours of each code
+    (`itself`: counting the code).
     """
     codebook = capabilities.codebook
     if codebook is None:
@@ -34,7 +33,7 @@ def require_codebook(capabilities: Capabilities, rule: str, k: int = 1, itself: 
 
 
 def neighbours(codebook_KE: Tensor, k: int, vocab: int) -> Tensor:
-    """(V, k) int32: the k codes nearest to each code, nearest first. The row of a grammar id holds that id."""
+    """Return the k codes nearest to each code, nearest first, (V, k) int32. The row of a grammar id repeats that id."""
 
     def build() -> Tensor:
         near_Kk = nearest(codebook_KE.float(), k).int()
@@ -45,14 +44,14 @@ def neighbours(codebook_KE: Tensor, k: int, vocab: int) -> Tensor:
 
 
 def nearest(codes_KE: Tensor, k: int, chunk: int = 256) -> Tensor:
-    """(K, k) int64: the k smallest |e_i|^2 + |e_j|^2 - 2 e_i . e_j of each code i, j != i, equal ones by index. One
-    matrix product and one selection for every `chunk` of rows.
+    """Return (K, k) int64: for each code i, the k codes j != i with the smallest |e_i|^2 + |e_j|^2 - 2 e_i . e_j, ties
+    by index. Uses one matrix product and one selection per `chunk` of rows.
     """
     squared, order = codes_KE.square().sum(1), torch.arange(len(codes_KE), device=codes_KE.device)
     table = order.new_empty(len(codes_KE), k)
     for rows in order.split(chunk):
         far = torch.addmm(squared, codes_KE[rows], codes_KE.T, alpha=-2).add_(squared[rows, None]).clamp_(min=0)
-        # distances are not negative, so their bits are ordered; the index below them makes keys of one order
+        # bits of non-negative floats are ordered like the floats; with the index below them, keys are unique
         key = far.view(torch.int32).long().bitwise_left_shift_(32).bitwise_or_(order)
         key[order[: len(rows)], rows] = torch.iinfo(torch.int64).max
         table[rows] = key.topk(k, dim=1, largest=False).values & 0xFFFFFFFF
@@ -60,7 +59,7 @@ def nearest(codes_KE: Tensor, k: int, chunk: int = 256) -> Tensor:
 
 
 def _cached_on_device(codebook_KE: Tensor, what: tuple, build: Callable[[], Tensor]) -> Tensor:
-    for known_KE, kind, table in tuple(_tables):  # other threads may add theirs meanwhile
+    for known_KE, kind, table in tuple(_tables):  # other threads may add tables meanwhile
         if kind == what and known_KE.device == codebook_KE.device and torch.equal(known_KE, codebook_KE):
             return table
     _tables.append((codebook_KE.clone(), what, build()))

@@ -1,12 +1,12 @@
-"""Exact acceptance of drafted vectors, by a coupling of the chains that they are sampled by.
+"""Exact acceptance of drafted vectors, by coupling the chains that sample them.
 
-At every step of a chain the target's next point is drawn from a maximal coupling of its own Gaussian with the
-drafter's realised point; chains that have parted may meet again. A vector is accepted where both chains end at the same
-point, and the first that differs ends the path: it is the target's own draw. After a full path the bonus vector is
-drawn by the target alone. Given the vectors before it, each one's distribution is the target's, whatever was drafted.
+At every step of a chain the target's next point is drawn from a maximal coupling of its own Gaussian with the drafter's
+realised point. Chains that have separated may meet again. A vector is accepted if both chains end at the same point.
+The first vector that differs ends the path and is the target's own draw. After a full path the target draws the bonus
+vector alone. Given the earlier vectors, the distribution of each vector is the target's, whatever was drafted.
 
-The declared target samples with noise in its last step too; without it no draft would ever equal the target's draw.
-With `window` > 1 the head takes several steps of each chain in one pass (`denoise`), which is exact as well.
+The declared target adds noise in its last step too; otherwise no draft would ever equal the target's draw. With
+`window` > 1 the head takes several steps of each chain in one pass (`denoise`), which is also exact.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from visspec.distributions import Denoising, denoising
 from visspec.sampling import Normals
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
-CANDIDATES = 8  # of the residual of a step, where deviations are predicted and so differ
+CANDIDATES = 8  # candidates for the residual of a step, needed if deviations are predicted and so differ
 
 
 class Coupled(Acceptance[Normals]):
-    """window: maximum number of points of each chain in a pass of the head. merge: number of last steps in which chains
-    that have parted may meet again.
+    """Coupling of denoising chains, exact for the declared target.
+
+    Args:
+        window: Maximum number of points of each chain in a pass of the head.
+        merge: Number of last steps in which separated chains may meet again.
     """
 
     traits = RuleTraits("exact for the declared target", judges_draws=True, chains_only=True, distribution=Denoising)
@@ -43,7 +46,7 @@ class Coupled(Acceptance[Normals]):
     def bind(self, capabilities: Capabilities) -> None:
         self.capabilities = capabilities
         if capabilities.steps is not None and not capabilities.steps.noisy:
-            raise ValueError("acceptance: got coupled for a target without noise in its last step (last_noise=True)")
+            raise ValueError("acceptance: coupled needs noise in the target's last step. Pass last_noise=True.")
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Normals:
         steps = self.capabilities.steps
@@ -65,7 +68,7 @@ class Coupled(Acceptance[Normals]):
 
 
 def accepted_path(draft: Draft, ends_Md: Tensor, accepted_M: Tensor) -> Verdict:
-    """The path of a chain up to the first node after which the value is not the drafted one, for M = B N nodes."""
+    """Return the path of a chain up to the first node whose next value is not the drafted one, for M = B N nodes."""
     size = draft.tree.size
     index = torch.arange(size, device=ends_Md.device)
     accepted_BN = accepted_M.view(-1, size) & (index < size - 1)

@@ -1,20 +1,20 @@
-"""Chains of Gaussian steps, several steps at a time, coupled to drafted chains: exact draws from a `Denoising`
-distribution.
+"""Chains of Gaussian steps, several steps at a time, coupled to drafted chains. The results are exact draws from a
+`Denoising` distribution.
 
-Every pass of the head takes W points of each chain. The first is known; the others are proposals, drawn from a cheaper
-distribution of the next point whose Gaussian is known too: while the chain runs along a drafted one, from the drafter's
-(its points are the proposals), elsewhere from a Gaussian around the mean that follows from a forecast of the estimate
-of the value. Each proposal is then coupled with the target's own distribution of that point (`couplings`): up to the
-first that is not the same, all are kept, and that one is replaced. (De Bortoli et al., arXiv 2501.05370, freeze the
-drift; the forecast and the coupling of whole chains, with coalescing again after a difference, are ours.) W = 1 is a
-plain chain.
+Every pass of the head takes W points of each chain. The first is known. The others are proposals, drawn from a cheaper
+Gaussian for the next point: along a drafted chain the drafter's own, whose points are the proposals; elsewhere a
+Gaussian around the mean that follows from a forecast of the value. Each proposal is then coupled with the target's own
+distribution of that point (`couplings`). All points up to the first that differs are kept, and that one is replaced.
+(De Bortoli et al., arXiv 2501.05370, freeze the drift; the forecast and the coupling of whole chains, which may meet
+again after a difference, are ours.) W = 1 is a plain chain.
 
-The forecast: were the value N(m, s^2 I), x = a value + n noise, the estimate of the value would be linear in x,
+The forecast assumes that the value is N(m, s^2 I). With x = a value + n noise, the estimate of the value is then linear
+in x,
 
     o(x) = m + share (x / a - m),    share = a^2 s^2 / (a^2 s^2 + n^2),
 
-with m known from any point and its estimate. The s of a chain is the one of SPREADS that foretold its last estimates
-best; s = 0 is the frozen drift.
+and m follows from any point and its estimate. Each chain uses the s in SPREADS that predicted its last estimates best;
+s = 0 is the frozen drift.
 
 Shapes: M chains, S steps, W points of a pass, d size, G = len(SPREADS).
 """
@@ -33,19 +33,21 @@ from visspec.distributions import Denoising, DenoisingSteps, Trajectory
 from visspec.sampling import TrajectoryNumbers
 from visspec.types import Draft
 
-MOST = 32  # points of a chain in a pass
-SPREADS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.0)  # deviations of the value; the first until a chain tells another
-MORE = 4  # times as many points in the next pass as this one moved
-FORGOTTEN = 0.5  # share of a pass's errors of foretelling that the next pass no longer counts
+MOST = 32  # maximum number of points of a chain in a pass
+SPREADS = (1.0, 0.7, 0.5, 0.35, 0.25, 0.15, 0.0)  # possible deviations of the value; a chain starts with the first
+MORE = 4  # points of the next pass, as a multiple of those that moved in this one
+FORGOTTEN = 0.5  # share by which forecast errors decay per pass
 
 _forecasts: WeakKeyDictionary[DenoisingSteps, Forecast] = WeakKeyDictionary()
 
 
 class Forecast(NamedTuple):
-    """Where chains go if the value has mean m and deviation SPREADS[g]. At step i the estimate of the value is
-    of_x x + of_mean m, the next point near(i) = keep x + move m, and the k-th after step i
+    """Coefficients that predict a chain if the value has mean m and deviation SPREADS[g].
 
-        x_(i+k+1) = point x_i + mean m + sum_j noise_j sigma_(i+j) z_(i+j).
+    At step i the estimate of the value is of_x x + of_mean m, the next point near(i) = keep x + move m, and the k-th
+    point after step i
+
+            x_(i+k+1) = point x_i + mean m + sum_j noise_j sigma_(i+j) z_(i+j).
     """
 
     of_x: Tensor  # (G, S)
@@ -55,11 +57,11 @@ class Forecast(NamedTuple):
     point: Tensor  # (G, S, W)
     mean: Tensor  # (G, S, W)
     noise: Tensor  # (G, S, W, W)
-    weight: Tensor  # (S,) of an error of the estimate, squared: in deviations of the next point
+    weight: Tensor  # (S,) weight of a squared error of the estimate, in deviations of the next point
 
 
 def forecast(steps: DenoisingSteps) -> Forecast:
-    """The coefficients for windows of `MOST` steps, kept for a schedule. Steps beyond the last change nothing."""
+    """Return the coefficients for windows of `MOST` steps, cached per schedule. Steps after the last change nothing."""
     if steps not in _forecasts:
         with torch.inference_mode(False):
             _forecasts[steps] = Forecast(*(part.to(steps.keep) for part in _forecast(steps, MOST)))
@@ -69,7 +71,7 @@ def forecast(steps: DenoisingSteps) -> Forecast:
 def _forecast(steps: DenoisingSteps, window: int) -> Forecast:
     keep_S, move_S, low_S, high_S = (part.double() for part in (steps.keep, steps.move, steps.low, steps.high))
     variance_S = (low_S + high_S).exp()
-    signals, noises = [keep_S.new_zeros(())], [keep_S.new_ones(())]  # of x = a value + n noise, n squared
+    signals, noises = [keep_S.new_zeros(())], [keep_S.new_ones(())]  # coefficients of x = a value + n noise, n squared
     for keep, move, variance in zip(keep_S[:-1], move_S[:-1], variance_S):
         signals.append(keep * signals[-1] + move)
         noises.append(keep**2 * noises[-1] + variance)
@@ -100,11 +102,11 @@ class DraftTrajectories(NamedTuple):
     points: Tensor
     mean: Tensor
     log_sigma: Tensor
-    there: Tensor  # (M,) bool
+    there: Tensor  # (M,) bool: whether the trajectory exists
 
 
 def child_trajectories(draft: Draft) -> DraftTrajectories | None:
-    """The trajectory drafted below each node of a chain, for M = B N chains; its last node has none."""
+    """Return the trajectory drafted below each node of a chain, for M = B N chains. The last node has none."""
     if draft.q is None:
         return None
     q = cast(Trajectory, draft.q)
@@ -115,25 +117,25 @@ def child_trajectories(draft: Draft) -> DraftTrajectories | None:
 
 
 class Proposals(NamedTuple):
-    """The W next points of each chain as proposed, and the Gaussians that they were drawn from."""
+    """The W proposed next points of each chain, and the Gaussians from which they were drawn."""
 
     points: Tensor  # (M, W, d)
     normal: Tensor  # (M, W, d) standardised
     mean: Tensor  # (M, W, d)
     log_sigma: Tensor  # (M, W, 1 or d)
-    on_draft: Tensor  # (M, W) bool: it is the drafted point
+    on_draft: Tensor  # (M, W) bool: whether it is the drafted point
 
 
 class ActiveTrajectories(NamedTuple):
-    """Where the M chains are that are not finished."""
+    """State of the M chains that are not finished."""
 
     step: Tensor  # (M,) steps done
     x: Tensor  # (M, d)
-    on_draft: Tensor  # (M,) bool: x is the drafted point of this step
-    mean: Tensor  # (M, d) of the value, as forecast
-    spread: Tensor  # (M,) index of its deviation among SPREADS
-    errors: Tensor  # (M, G) of forecasts with each of them
-    reach: Tensor  # (M,) points of the next pass that count
+    on_draft: Tensor  # (M,) bool: whether x is the drafted point of this step
+    mean: Tensor  # (M, d) forecast mean of the value
+    spread: Tensor  # (M,) index of the deviation among SPREADS
+    errors: Tensor  # (M, G) forecast errors for each of SPREADS
+    reach: Tensor  # (M,) number of valid points in the next pass
 
     def select(self, keep: Tensor) -> ActiveTrajectories:
         return ActiveTrajectories(*(part[keep] for part in self))
@@ -147,11 +149,19 @@ def run(
     window: int,
     merge: int,
 ) -> tuple[Tensor, Tensor]:
-    """One value of each of M = B nodes distributions, and which equal the drafted one: (M, d), (M,) bool.
+    """Sample one value for each of M = B nodes distributions.
 
-    Once a chain of a row ends elsewhere than its draft, the later ones of the row are dropped; their values are 0.
-    merge: number of last steps in which a chain that has left the drafted one may meet it again. Each pass of the head
-    synchronises once, to know which chains are done.
+    If a chain of a row does not end at its draft, the later chains of the row are dropped and their values are 0. Each
+    pass of the head synchronises once, to know which chains are done.
+
+    Args:
+        drafted: The drafted trajectories, if any.
+        nodes: Number of nodes of each row.
+        window: Maximum number of points of each chain in a pass.
+        merge: Number of last steps in which a chain that has left the drafted one may meet it again.
+
+    Returns:
+        The values (M, d), and whether they equal the drafted ones, (M,) bool.
     """
     count, steps, device = len(numbers.start), len(distribution.steps), numbers.start.device
     ends, equal = torch.zeros_like(numbers.start), torch.zeros(count, dtype=torch.bool, device=device)
@@ -165,7 +175,7 @@ def run(
         zero, start, on_draft, torch.zeros_like(start), zero, errors, torch.full_like(zero, width)
     )
     alive = list(range(count))
-    chosen: Tensor | None = None  # indices of living chains; None: all
+    chosen: Tensor | None = None  # indices of unfinished chains; None: all
     own, path = numbers, drafted
     following, close = drafted is not None, False
     while alive:
@@ -183,7 +193,7 @@ def run(
         at = to_device(over, device)
         places = to_device([alive[c] for c in over], device)
         ends[places], equal[places] = chains.x[at], chains.on_draft[at]
-        last: dict[int, int] = {}  # of each row: the first node that ended elsewhere
+        last: dict[int, int] = {}  # per row, the first node that did not end at its draft
         for c in over:
             if not met[c]:
                 row, node = divmod(alive[c], nodes)
@@ -211,9 +221,7 @@ def advance(
     window: int,
     merge: int,
 ) -> ActiveTrajectories:
-    """One pass of the head over W = `width` points of each chain, of which `reach` count; every chain moves by one step
-    at least.
-    """
+    """Run one pass of the head over `width` points of each chain, of which `reach` are valid. Every chain moves."""
     steps, reach_M1 = distribution.steps, chains.reach[:, None]
     place = torch.arange(width, device=chains.step.device)
     index = (chains.step[:, None] + place).clamp(max=len(steps) - 1)
@@ -223,7 +231,7 @@ def advance(
     uniform = at_steps(numbers.uniforms[..., 0], index)
     if steps.fixed:
         drawn, same = reflection_coupling(own.normal, own.mean, mean, log_sigma, uniform)
-        if drafted is not None:  # of other deviations: an exact draw that never is the same point
+        if drafted is not None:  # deviations differ, so an exact draw is never the same point
             same = same & (own.log_sigma == log_sigma).all(dim=-1)
     else:
         drawn, same = candidate_coupling(
@@ -257,17 +265,16 @@ def update_forecast(
     moved_M1: Tensor,
     place: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(mean, spread, errors) of the chains after a pass that found estimates `value` at points `before`.
-
-    Only points on the way count: later ones depend on random numbers that are used again.
+    """Return (mean, spread, errors) of the chains after a pass with estimates `value` at points `before`. Only points
+    on the chain's way count, since later ones depend on random numbers that are used again.
     """
     ahead = forecast(steps)
     of_x, of_mean = ahead.of_x[:, index, None], ahead.of_mean[:, index, None]  # (G, M, W, 1)
     means = (value - of_x * before) / of_mean
     off = torch.addcmul(of_x[:, :, 1:] * before[:, 1:] - value[:, 1:], of_mean[:, :, 1:], means[:, :, :-1])
     weight = ahead.weight[index[:, 1:]] * (place[1:] < moved_M1)
-    found = (off.square().sum(dim=-1) * weight).sum(dim=-1)  # (G, M)
-    errors = torch.add(found.T, chains.errors, alpha=1 - FORGOTTEN)
+    squared = (off.square().sum(dim=-1) * weight).sum(dim=-1)  # (G, M)
+    errors = torch.add(squared.T, chains.errors, alpha=1 - FORGOTTEN)
     spread = errors.argmin(dim=1)
     return means[spread, torch.arange(len(spread), device=spread.device), moved_M1[:, 0] - 1], spread, errors
 
@@ -281,12 +288,11 @@ def proposals(
     final: Tensor,
     merge: int,
 ) -> Proposals:
-    """The next W points: along the drafted chain where a chain is on it, else around the forecast.
-
-    final (M, W) bool: each chain's last point that counts.
+    """Return the next W points, along the drafted chain if a chain is on it, else around the forecast. `final` (M, W)
+    bool marks each chain's last valid point.
     """
     log_sigma = steps.low[index][..., None]
-    if not steps.fixed:  # between the bounds; an estimate of deviations would say more
+    if not steps.fixed:  # the middle of the bounds, since deviations are not predicted here
         log_sigma = (log_sigma + steps.high[index][..., None]) / 2
     normal, sigma = at_steps(numbers.steps, index), log_sigma.exp()
     ahead, width = forecast(steps), index.shape[1]
@@ -317,9 +323,9 @@ def merging(
     final: Tensor,
     away: Proposals,
 ) -> Proposals:
-    """Proposals of chains away from the drafted one, one after another, coupled with its points where `near` (M, W).
-
-    The final one is the drafted point itself: no pass goes on from it, so the target's own draw is coupled with it.
+    """Return proposals of chains away from the drafted one, coupled with its points where `near` (M, W) is true. They
+    are computed one after another. The final proposal is the drafted point itself: no pass continues from it, so the
+    target's own draw is coupled with it.
     """
     uniform = at_steps(numbers.uniforms[..., 1], index)
     log_sigmas = torch.where(near[..., None], on.log_sigma, away.log_sigma)
@@ -342,5 +348,5 @@ def merging(
 
 
 def at_steps(values: Tensor, index: Tensor) -> Tensor:
-    """(M, S, ...) at the steps (M, W) of each chain: (M, W, ...)."""
+    """Select the steps (M, W) of each chain from values (M, S, ...)."""
     return values[torch.arange(len(index), device=index.device)[:, None], index]

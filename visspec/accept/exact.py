@@ -1,10 +1,10 @@
 """Exact acceptance of point-mass drafts: sample the target's token at every node and accept the child that equals it.
 
-With distribution p at a node and children x_1..x_m fixed beforehand, the target's draw y ~ p picks the child y where
-there is one, and is the corrected token where there is none. So each child is accepted with probability p(x), and the
-token that follows a rejection has the distribution p with all children removed, renormalised: the sequential scheme for
-point masses, with one draw. The draw uses the position's own noise (`noise.Gumbel`), hence the output is token for
-token the output of plain sampling with the same seed, whatever is drafted. Greedy decoding is the case without noise.
+With distribution p at a node and fixed children x_1..x_m, the target's draw y ~ p selects the child y if there is one;
+otherwise y is the corrected token. So each child is accepted with probability p(x), and the token after a rejection has
+the distribution p without the children, renormalised. This is the sequential scheme for point masses, with one draw.
+The draw uses the noise of the position (`sampling.Gumbel`), so the output equals that of plain sampling with the same
+seed, token for token, whatever is drafted. Greedy decoding is the case without noise.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from visspec.types import Acceptance, Draft, RuleTraits, Scores, Tree, Verdict
 
 
 class Exact(Acceptance[Gumbel]):
-    """The default rule: exact for greedy and sampling, for chains and trees. Takes point-mass or coupled drafts."""
+    """The default rule: exact for greedy decoding and sampling, for chains and trees of point masses or coupled
+    drafts.
+    """
 
     traits = RuleTraits("exact")
 
@@ -36,7 +38,7 @@ class Exact(Acceptance[Gumbel]):
 
 
 def follow(draft: Draft, chosen_BN: Tensor) -> Verdict:
-    """The path of nodes that equal the target's tokens, and the first token without a node."""
+    """Return the path of nodes that equal the target's tokens, and the first token without a node."""
     tree = draft.tree
     if tree.size == 1:  # fast path for plain decoding
         return Verdict(torch.zeros_like(chosen_BN), torch.ones_like(chosen_BN[:, 0]), chosen_BN[:, 0])
@@ -55,9 +57,8 @@ def follow(draft: Draft, chosen_BN: Tensor) -> Verdict:
 
 
 def deepest(tree: Tree, kept_BN: Tensor, next_BN: Tensor) -> Verdict:
-    """The deepest node whose ancestors are all kept. next_BN holds the token that would follow each node.
-
-    The rule must keep at most one child of a kept node; of several equal children the first is used.
+    """Return the path to the deepest node whose ancestors are all kept. next_BN holds the token that follows each node.
+    The rule must keep at most one child of a kept node. Of several equal children the first is used.
     """
     alive_BN = ~(tree.ancestor & ~kept_BN[:, None, :]).any(dim=-1)
     depth_BN = torch.where(alive_BN, tree.depth, -1)

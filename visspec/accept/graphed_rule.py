@@ -1,11 +1,10 @@
-"""A rule whose verification is captured once per shape as a CUDA graph: one launch instead of about thirty.
+"""A rule whose verification is captured as a CUDA graph, once per shape: one launch instead of about thirty.
 
     pipe(prompt, acceptance=GraphedRule(registry.rule("lantern:k=100,delta=0.1")))
 
-A rule doesn't synchronise between logits and verdict, and its shapes repeat. The graph reads draft, distributions and
-noise from static buffers and writes the verdict to others, which are copied, because a round keeps parts of it. On a
-CPU, and for more than `most` shapes, the rule runs without capture. If a capture fails, a warning is issued once and
-the rule runs without it.
+A rule does not synchronise between logits and verdict, and its shapes repeat. The graph reads draft, distributions and
+noise from static buffers. Its verdict is copied, because a round keeps parts of it. On a CPU, and for more than `most`
+shapes, the rule runs without a graph. If a capture fails, the rule warns once and runs without a graph.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from visspec.types import Acceptance, Draft, Scores, Tree, Verdict
 
 
 class GraphedRule(Recordings, Acceptance[BufferedNoise]):
-    """`rule` in recordings, one for each of the first `most` shapes. `record` stands in for `cuda_graph` in tests."""
+    """Runs `rule` as CUDA graphs, one for each of the first `most` shapes. Tests replace `cuda_graph` by `record`."""
 
     def __init__(self, rule: Acceptance, most: int = 16, record: Callable[[Call], tuple] | None = None):
         super().__init__(most, record)
         self.rule, self.traits = rule, rule.traits
 
     def bind(self, capabilities) -> None:
-        """Binds the rule; graphs for another target are discarded."""
+        """Bind the rule and discard graphs for another target."""
         self.forget()
         self.rule = copy.copy(self.rule)  # the caller may bind it to another target
         self.rule.bind(capabilities)
@@ -59,7 +58,15 @@ class GraphedRule(Recordings, Acceptance[BufferedNoise]):
         has = tuple(x is not None for x in more)
         kind = None if noise is None else type(noise)
         queue = stream(logits.device)
-        key = (shapes, tree.levels, tree.chain, branch(tree), has, kind, queue)  # all the host tells it
+        key = (
+            shapes,
+            tree.levels,
+            tree.chain,
+            branch(tree),
+            has,
+            kind,
+            queue,
+        )  # all host values that a graph depends on
         with REPLAYING:
             held = self._recording(record, given, key)
             if held is not None:
@@ -70,7 +77,7 @@ class GraphedRule(Recordings, Acceptance[BufferedNoise]):
         return self.rule(draft, scores, noise)
 
     def _recording(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording | None:
-        """The graph for these shapes, captured if needed; None if the limit is reached or the capture failed."""
+        """Return the graph for these shapes, captured if needed; None if the limit is reached or the capture failed."""
         if key not in self.recordings and len(self.recordings) < self.most:
             try:
                 self.recordings[key] = self._record(record, given, key)

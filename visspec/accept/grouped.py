@@ -1,8 +1,8 @@
-"""GSD: a drafted code is accepted by the mass of its group (grouped speculative decoding, ICCV 2025).
+"""GSD: accept a drafted code by the probability mass of its group (grouped speculative decoding, ICCV 2025).
 
-x is accepted with probability min(1, p(C)/q(C)), C its group: the `group // 2` ranks of p on each side of x. It is
-never below the exact probability (windows of ranks are not a partition, so the ratio itself can be below it). The
-residual is that of `Rejection`. Point masses have q(C) = 1.
+x is accepted with probability min(1, p(C)/q(C)), where its group C has the `group // 2` ranks of p on each side of x,
+but never with less than the exact probability. (Windows of ranks are not a partition, so the ratio alone can be
+smaller.) The residual is that of `Rejection`. Point masses have q(C) = 1.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from visspec.types import Draft, RuleTraits
 
 
 class Grouped(Rejection):
-    """group 1: exact."""
+    """Grouped speculative decoding, approximate.
+
+    Args:
+        group: Number of codes of a group; 1 is exact.
+    """
 
     traits = RuleTraits(judges_draws=True)
 
     def __init__(self, group: int = 10):
         if group < 1:
-            raise ValueError(f"group: got {group}, expected a number of at least 1")
+            raise ValueError(f"group: got {group}, expected a number of at least 1.")
         self.group = group
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
-        """q(x) p(C)/q(C) - p(x), as one fraction, so that a group of one adds exactly 0."""
+        """Return q(x) p(C)/q(C) - p(x), as one fraction, so that a group of one adds exactly 0."""
         rows, q = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None], draft.q
         q_BNV = None if q is None else categorical(q).p
         law_BNV, x_BN1 = p_BNV[rows, above(draft.tree)], draft.value[..., None]

@@ -1,13 +1,13 @@
-"""LANTERN and LANTERN++: a drafted code may borrow the probability of its neighbours in the codebook.
+"""LANTERN and LANTERN++: a drafted code borrows the probability of its neighbours in the codebook.
 
-With n_1, n_2, ... the codes nearest to x and c_j = p(n_1) + ... + p(n_j), x is accepted with probability
-min(1, (p(x) + c_m)/q(x)), m <= k the largest with c_m <= delta (LANTERN, Jang et al., ICLR 2025) or
-c_m <= (lam - 1) p(x) (LANTERN++, Park et al., ICLR-W 2025). The residual is that of `Rejection`, [p - q]+, which has
-the least total variation. Later siblings in a tree use the residual after the earlier ones as p, and codes within the
-bound of an earlier sibling have no mass for them.
+With n_1, n_2, ... the codes nearest to x and c_j = p(n_1) + ... + p(n_j), x is accepted with probability min(1, (p(x) +
+c_m)/q(x)), where m <= k is the largest number with c_m <= delta (LANTERN, Jang et al., ICLR 2025) or c_m <= (lam - 1)
+p(x) (LANTERN++, Park et al., ICLR-W 2025). The residual is that of `Rejection`, [p - q]+, which has the least total
+variation. Later siblings in a tree use the residual after the earlier ones as p, in which codes within the bound of an
+earlier sibling have no mass.
 
-At temperature 0 a code is kept when p(x) + c_m exceeds every probability of the target's (unwarped) distribution; each
-kept code that is not the arg-max adds 1 to the drift. A grammar id is its own neighbour: its probability is 0 or 1, so
+At temperature 0 a code is kept if p(x) + c_m exceeds every probability of the target's (unwarped) distribution. Each
+kept code that is not the argmax adds 1 to the drift. A grammar id is its own neighbour: its probability is 0 or 1, so
 this adds nothing.
 """
 
@@ -27,11 +27,16 @@ from visspec.distributions import categorical
 from visspec.tree import above, roots
 from visspec.types import Capabilities, Draft, RuleTraits, Scores, Verdict
 
-MOST = 1024  # neighbours: published runs use 1000 at most, and the table grows with them
+MOST = 1024  # maximum k: published runs use up to 1000, and the table grows with k
 
 
 class Lantern(Rejection):
-    """k: neighbours considered; delta: maximum mass of the neighbours."""
+    """LANTERN, approximate. Needs a codebook.
+
+    Args:
+        k: Number of neighbours.
+        delta: Maximum mass of the neighbours.
+    """
 
     traits = RuleTraits(judges_draws=True)
     bound = "delta"
@@ -39,7 +44,7 @@ class Lantern(Rejection):
 
     def __init__(self, k: int = 100, delta: float = 0.1):
         if not 0 <= delta < 1:
-            raise ValueError(f"delta: got {delta}, expected a mass in [0, 1)")
+            raise ValueError(f"delta: got {delta}, expected a mass in [0, 1).")
         self._open(k, delta)
 
     def _open(self, k: int, value: float) -> None:
@@ -56,11 +61,11 @@ class Lantern(Rejection):
         return self.borrowed_mass(p_BNV, draft.value, above(draft.tree).expand_as(draft.value))
 
     def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
-        """The kernel sums the neighbours' mass itself, for the tested nodes only."""
+        """Return arguments that let the kernel sum the neighbours' mass for the tested nodes only."""
         return {"neighbours": self.table_Vk, self.bound: self.value}
 
     def borrowed_mass(self, p_BNV: Tensor, x_BD: Tensor, above_BD: Tensor) -> Tensor:
-        """(B, D) mass added to codes x under the distributions of their parents."""
+        """Return the mass (B, D) added to codes x under the distributions of their parents."""
         assert self.table_Vk is not None  # of `bind`
         rows, size, _ = p_BNV.shape
         law_BD = above_BD + torch.arange(0, rows * size, size, device=p_BNV.device)[:, None]
@@ -87,11 +92,16 @@ class Lantern(Rejection):
 
 
 class LanternPlus(Lantern):
-    """k: neighbours considered; lam: maximum factor on a code's own probability."""
+    """LANTERN++, approximate. Needs a codebook.
+
+    Args:
+        k: Number of neighbours.
+        lam: Maximum factor on a code's own probability.
+    """
 
     bound = "lam"
 
     def __init__(self, k: int = 10, lam: float = 2.0):
         if not lam >= 1:
-            raise ValueError(f"lam: got {lam}, expected a factor of at least 1")
+            raise ValueError(f"lam: got {lam}, expected a factor of at least 1.")
         self._open(k, lam)

@@ -1,16 +1,16 @@
-"""Local acceptance of MuLo-SD (2601.05149): the codes of a drafted image are accepted one by one, not as a prefix.
+"""Local acceptance of MuLo-SD (2601.05149): accept the codes of a drafted image one by one, not as a prefix.
 
 A drafted code x is accepted if the k codes nearest to x, including x, have a total probability of at least tau under
 the distribution p at its position. Rejections are dilated to squares of side 2 radius + 1, restricted to positions
-after the first rejected one in raster order; that region is generated again by the target
+after the first rejected one in raster order. The target generates that region again
 (`visspec.loop.orders.RejectedRegions`). No random numbers and no distribution q are used.
 
 The distribution of an accepted code is a point mass, at total variation 1 - p(x) from p. The drift is the sum of that
-over the accepted codes, under the distribution of the verification pass, with the draft as context;
-`out_of_order.audit` measures it under the finished image's.
+over the accepted codes, under the distribution of the verification pass, with the draft as context.
+`out_of_order.audit` measures it under the distribution of the finished image.
 
-In raster order the rule accepts the prefix of a draft up to the first rejected node (as in the paper).
-B rows, N places or nodes, V vocabulary, R and C rows and columns of an image, k neighbours.
+In raster order the rule accepts the prefix of a draft up to the first rejected node (as in the paper). Shapes: B rows,
+N places or nodes, V vocabulary, R and C rows and columns of an image, k neighbours.
 """
 
 from __future__ import annotations
@@ -32,10 +32,14 @@ from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, V
 
 
 class Local(Acceptance[Gumbel]):
-    """tau: required pooled probability; k: number of codes pooled; radius: dilation of rejections.
+    """Local acceptance of drafted images, approximate. Needs a codebook.
 
-    window: how far the row above must be ahead when an island is generated (ZipAR, ICML 2025); None for raster order.
-    tau above 1 rejects everything, 0 nothing.
+    Args:
+        tau: Required pooled probability; above 1 rejects everything, 0 nothing.
+        radius: Dilation of rejections.
+        k: Number of codes pooled.
+        window: How far the row above must be ahead when an island is generated (ZipAR, ICML 2025); None for raster
+            order.
     """
 
     traits = RuleTraits(whole_images=True)
@@ -47,7 +51,7 @@ class Local(Acceptance[Gumbel]):
             if value is not None and value < least:
                 raise ValueError(f"{name}: got {value}, expected a number of at least {least}")
         self.tau, self.radius, self.k, self.window = tau, radius, k, window
-        self.codes = 0  # of the codebook; ids from there on are grammar
+        self.codes = 0  # size of the codebook; larger ids are grammar
         self.near_Vk: Tensor | None = None
 
     def bind(self, capabilities: Capabilities) -> None:
@@ -60,18 +64,20 @@ class Local(Acceptance[Gumbel]):
         return Gumbel(generators, width)
 
     def within_tolerance(self, p_BNV: Tensor, x_BN: Tensor) -> Tensor:
-        """(B, N) whether codes x are accepted under the distributions of their positions; never grammar ids."""
+        """Return whether codes x are accepted under the distributions of their positions, (B, N); false for grammar
+        ids.
+        """
         assert self.near_Vk is not None  # of `bind`
         pooled_BN = p_BNV.gather(2, self.near_Vk[x_BN]).sum(-1)
         return (pooled_BN >= self.tau) & (x_BN < self.codes)
 
     def again(self, p_BNV: Tensor, x_BN: Tensor, real_BN: Tensor, columns: int) -> Tensor:
-        """(B, N) places of whole image rows, in raster order, that must be generated again."""
+        """Return the places of whole image rows that must be generated again, (B, N), in raster order."""
         rejected_BRC = ~(self.within_tolerance(p_BNV, x_BN) & real_BN).unflatten(1, (-1, columns))
         return spread(rejected_BRC, self.radius).flatten(1)
 
     def drift(self, p_BNV: Tensor, x_BN: Tensor, stays_BN: Tensor) -> Tensor:
-        """Drift (B,) of accepting the marked codes x."""
+        """Return the drift (B,) of accepting the marked codes x."""
         here_BN = p_BNV.gather(2, x_BN[..., None])[..., 0]
         return ((1 - here_BN) * stays_BN).sum(1)
 
@@ -95,14 +101,14 @@ class Local(Acceptance[Gumbel]):
 
 
 def sampled_distributions(p_BNV: Tensor, greedy: bool) -> Tensor:
-    """The distributions that tokens are sampled from; point masses at the argmax for greedy decoding."""
+    """Return the distributions that tokens are sampled from; point masses at the argmax for greedy decoding."""
     if not greedy:
         return p_BNV
     return torch.zeros_like(p_BNV).scatter_(-1, p_BNV.argmax(-1, keepdim=True), 1.0)
 
 
 def spread(rejected_BRC: Tensor, radius: int) -> Tensor:
-    """The rejected places and all within `radius` rows and columns of one, from the first rejected one on."""
+    """Mark all places within `radius` rows and columns of a rejected one, from the first rejected place on."""
     size = 2 * radius + 1
     grown_BRC = F.max_pool2d(rejected_BRC.float(), size, stride=1, padding=radius) > 0
     from_first_BN = rejected_BRC.flatten(1).long().cumsum(1) > 0

@@ -1,13 +1,13 @@
 """Speculative rejection sampling: exact for sampled drafts and for point masses.
 
-A node x drawn from q is accepted with probability min(1, p(x)/q(x)); after a rejection p becomes the residual
-distribution [p - q]+ and the next sibling is tested; the bonus or corrected token is sampled from the last distribution
+A node x drawn from q is accepted with probability min(1, p(x)/q(x)). After a rejection p becomes the residual
+distribution [p - q]+ and the next sibling is tested. The bonus or corrected token is sampled from the last distribution
 (Leviathan et al. 2023, Chen et al. 2023; trees: SpecInfer, Miao et al. 2023). A point mass has q = 1 at x. Greedy
-decoding needs no numbers.
+decoding needs no random numbers.
 
 Relaxed rules accept with f = min(1, (p(x) + mass)/q(x)), never below the exact probability f*, and keep the residual.
 Their drift is the sum of f - f* over the tested nodes. With the same random numbers, the relaxed and the exact round
-differ only if a number is between f* and f, so the expected drift bounds the total variation of the output; for one
+differ only if a number is between f* and f, so the expected drift bounds the total variation of the output. For one
 draft at a node the two are equal, and acceptance = (1 - TV(p, q)) + TV(output, p).
 """
 
@@ -39,18 +39,18 @@ class Rejection(Acceptance[AcceptanceNoise]):
 
     @property
     def lazy(self) -> bool:
-        """Whether the rule needs only the distributions of reached nodes."""
+        """Whether the rule only needs the distributions of reached nodes."""
         return type(self) is Rejection
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> AcceptanceNoise:
         return AcceptanceNoise(generators)
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor | None:
-        """(B, N) mass added to each node's probability under its parent's distribution; None for the exact rule."""
+        """Return the mass (B, N) added to each node's probability given its parent; None for the exact rule."""
         return None
 
     def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
-        """Arguments of `kernels.accept_tree` for this rule."""
+        """Return the arguments of `kernels.accept_tree` for this rule."""
         return {"mass": self.mass(draft, p_BNV)}
 
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
@@ -65,7 +65,7 @@ class Rejection(Acceptance[AcceptanceNoise]):
         return self.judge(draft, law_BNV, *noise.accept_uniforms(draft.tree), logs=self.lazy)
 
     def judge(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, logs: bool = False) -> Verdict:
-        """The verdict under distributions p, or with `logs` (a lazy rule) under the softmax of p."""
+        """Return the verdict under distributions p, or with `logs` (a lazy rule) under the softmax of p."""
         tree = draft.tree
         own = self.relaxation(draft, p_BNV) if tree.size > 1 else {}
         path, length, following, drift = kernels.accept_tree(
@@ -84,6 +84,6 @@ class Rejection(Acceptance[AcceptanceNoise]):
 
 
 def draft_probabilities(draft: Draft, p_BNV: Tensor) -> Tensor:
-    """(B, N): each node's probability under its parent's distribution; the root's entry is undefined."""
+    """Return each node's probability under its parent's distribution, (B, N); undefined for the root."""
     rows = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None]
     return p_BNV[rows, above(draft.tree), draft.value]

@@ -1,13 +1,13 @@
-"""Exact acceptance of drafted scales: a scale is accepted where all of its codes are, and a repaired one ends the path.
+"""Exact acceptance of drafted scales: accept a scale if all of its codes are accepted; a repaired scale ends the path.
 
-Given the scales before it, the codes of a scale are independent, so the target's scale is drawn code by code, each by a
-coupling with the drafted code; the result has the target's distribution whatever was drafted. Where no code differs the
-drafted scale *is* that draw, and the next one counts; otherwise the draw, with the accepted codes in it, is the next
-scale, and drafts behind it, which were conditioned on another, fall.
+Given the earlier scales, the codes of a scale are independent. So the target's scale is drawn code by code, each by a
+coupling with the drafted code, and has the target's distribution whatever was drafted. If no code differs, the drafted
+scale *is* that draw, and the next scale is tested. Otherwise the draw, with the accepted codes in it, is the next
+scale, and later drafts, which were conditioned on another scale, are dropped.
 
-Two couplings. `Scales`: both sides use the codes' own noise, so the output is code for code that of plain decoding with
-the same seed; codes agree with probability at least (1 - TV) / (1 + TV). `Repaired`: min(1, p/q) and the residual
-[p - q]+, so codes agree with probability 1 - TV; the distribution is kept, the codes of a seed are not.
+There are two couplings. In `Scales` both sides use the codes' own noise, so the output has the codes of plain decoding
+with the same seed; codes agree with probability at least (1 - TV) / (1 + TV). `Repaired` uses min(1, p/q) and the
+residual [p - q]+, so codes agree with probability 1 - TV. It keeps the distribution, but not the codes of a seed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, V
 
 
 class Scales(Acceptance[ScaleNoise]):
-    """Scales code for code as plain decoding draws them, greedy and sampling."""
+    """Accepts scales with the codes that plain decoding draws, greedy or sampled."""
 
     traits = RuleTraits("exact", chains_only=True, distribution=Maps)
     sizes: tuple[int, ...] = ()
@@ -37,7 +37,7 @@ class Scales(Acceptance[ScaleNoise]):
         return ScaleGumbel(generators, width, self.sizes)
 
     def target_maps(self, draft: Draft, distribution: Maps, noise: ScaleNoise) -> Tensor:
-        """(B, N, S): the target's map after each node."""
+        """Return the target's map after each node, (B, N, S)."""
         return (distribution.logits + _wide(noise.codes(draft.tree.size), distribution)).argmax(dim=-1)
 
     def __call__(self, draft: Draft, scores: Scores, noise: ScaleNoise | None) -> Verdict:
@@ -57,9 +57,7 @@ class Scales(Acceptance[ScaleNoise]):
 
 
 class Repaired(Scales):
-    """Scales drawn by a maximal coupling with the drafted ones, code by code. Takes draws with their distribution,
-    points.
-    """
+    """Draws scales by a maximal coupling with the drafted ones, code by code. Takes sampled drafts and point masses."""
 
     traits = RuleTraits("exact", judges_draws=True, chains_only=True, distribution=Maps)
 
@@ -83,8 +81,8 @@ class Repaired(Scales):
 
 
 def repair_codes(drafted: Tensor, p: Tensor, q: Tensor, uniform: Tensor, fresh: Tensor) -> Tensor:
-    """Draws from distributions p (..., V), equal to codes (...) drawn from q as often as can be; coin, fresh (...) in
-    [0, 1).
+    """Draw from distributions p (..., V) so that the results equal codes (...) drawn from q as often as possible.
+    `uniform` and `fresh` (...) are numbers in [0, 1).
     """
     at = drafted[..., None]
     kept = uniform * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0]
@@ -92,12 +90,12 @@ def repair_codes(drafted: Tensor, p: Tensor, q: Tensor, uniform: Tensor, fresh: 
 
 
 def child_maps(draft: Draft, distribution: Maps) -> Tensor:
-    """(B, N - 1, S): the map drafted below each node but the last, zero at padding."""
+    """Return the map drafted below each node but the last, (B, N - 1, S), zero at padding."""
     drafted = draft.value[:, 1:, : distribution.logits.shape[2]]
     return drafted.masked_fill(~distribution.real[:, :-1], 0)
 
 
 def _wide(numbers_BNSU: Tensor, distribution: Maps) -> Tensor:
-    """Numbers padded to the distribution's largest map, which a row near its end may not have."""
+    """Pad numbers to the distribution's largest map, which can be larger than those of a row near its end."""
     lacking = distribution.logits.shape[2] - numbers_BNSU.shape[2]
     return F.pad(numbers_BNSU, (0, 0, 0, lacking))

@@ -1,19 +1,18 @@
-"""The published ratio for drafted vectors (CSpD, arXiv 2411.11925): approximate, for reproduction.
+"""The published acceptance ratio for drafted vectors (CSpD, arXiv 2411.11925), approximate, for reproduction.
 
 The target's chain runs with the drafted chain's noise. With x_1 the last point before the value, p_0 and q_0 the
 Gaussians of the last step, a drafted value y is accepted with probability
 
     min(1, Sigma p_0(y) / q_0(y)),    Sigma = prod over the earlier steps and dimensions of sigma_q / sigma_p,
 
-and after a rejection a value is drawn from the residual [Sigma p_0 - q_0]+, as the first of some candidates from p_0
-that is of it. Given the earlier noise, y is a draw from q_0, so with Sigma = 1 the result is an exact draw from p_0,
-for any number of candidates (`couplings.candidate_coupling`); Sigma, meant as the ratio of the earlier steps, makes it
-only approximate.
-All in log space; where no candidate is of the residual, the first is taken.
+and after a rejection the value is the first of some candidates from p_0 that belongs to the residual [Sigma p_0 -
+q_0]+, or the first candidate if none does. Given the earlier noise, y is a draw from q_0, so with Sigma = 1 the result
+is an exact draw from p_0, for any number of candidates (`couplings.candidate_coupling`). Sigma, meant as the ratio of
+the earlier steps, makes it only approximate. Everything is computed in log space.
 
-drift: number of tested nodes whose value is not the one that the same random numbers give with Sigma = 1, residual
-included. A node's expected count is the probability that a coupling of its distribution with the target's differs, so
-the expected sum is an upper bound of the total variation of the output.
+The drift is the number of tested nodes whose value is not the one that the same random numbers give with Sigma = 1,
+residual included. A node's expected count is the probability that a coupling of its distribution with the target's
+differs, so the expected sum is an upper bound of the total variation of the output.
 """
 
 from __future__ import annotations
@@ -33,7 +32,11 @@ from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, V
 
 
 class Surrogate(Acceptance[Normals]):
-    """tries: candidates of a residual."""
+    """The ratio of CSpD, approximate.
+
+    Args:
+        tries: Number of candidates for a residual.
+    """
 
     traits = RuleTraits("approximate", judges_draws=True, chains_only=True, distribution=Denoising)
 
@@ -79,7 +82,7 @@ class Surrogate(Acceptance[Normals]):
         return self.verdict(draft, ends, kept & there, drift)
 
     def verdict(self, draft: Draft, ends: Tensor, accepted: Tensor, drift: Tensor) -> Verdict:
-        """The verdict for M = B N tested nodes: their values, and which of them are the drafted ones."""
+        """Return the verdict for M = B N tested nodes, given their values and which of them are the drafted ones."""
         found = accepted_path(draft, ends, accepted)
         tested = torch.arange(draft.tree.size, device=ends.device) < found.length[:, None]
         return replace(found, drift=(drift.float().view(tested.shape) * tested).sum(dim=1))

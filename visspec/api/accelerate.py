@@ -1,4 +1,4 @@
-"""For text models: `accelerate(model, drafter)` and `speculative(drafter)` for transformers' own `custom_generate`."""
+"""Acceleration of text models: `accelerate(model, drafter)`, and `speculative(drafter)` as a `custom_generate` hook."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, ConfiguredModel, Drafter, DrafterTraits, Processor, State, Tokenizer
 
 logger = logging.getLogger(__name__)
-OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_options", "_made", "_why"})  # of an Accelerated
-NAMED = "the model's folder names it"  # why "auto" took a drafter
+OWN = frozenset(
+    {"model", "tokenizer", "last_stats", "last_state", "_options", "_made", "_why"}
+)  # attributes of Accelerated itself
+NAMED = "the model's folder names it"  # a reason why "auto" chose a drafter
 BUILDING = threading.RLock()  # only one thread rebuilds the setup of a moved model
 
 
@@ -55,33 +57,40 @@ def accelerate(
 ) -> Accelerated:
     """Accelerate `generate` of a loaded transformers model. The model is not changed.
 
-    drafter: "auto" (default), that of `default_drafter`; a name of `visspec list`, a checkpoint folder, a Drafter, a
-        smaller transformers model, or None.
-    acceptance: "exact" (default), "typical:epsilon=0.1", ..., or a rule, of which a copy is used.
-    levels: maximum draft depth. adaptive: draft fewer tokens, or none, if that is measured to be faster; False is
-        length="fixed". length: a draft-length policy by name and options, "adaptive:share=0.02", or an object, of
-        which a copy is used and whose own `levels` hold.
-    tokenizer: to show text in `last_stats`.
-    probe: run the model on a few tokens, once per configuration, to check that it can verify drafts.
-    compile: run passes over drafts, and the drafter's own, through `torch.compile`. The first request for 32 tokens or
-        more takes the time to compile (tens of seconds to minutes), shorter ones before it run uncompiled; the model
-        itself is not changed.
-    graphs: record passes over drafts, and verdicts, as CUDA graphs: one launch each. None (default): on a CUDA device,
-        for attention of "sdpa" and weights in float16, bfloat16 or float32, unless `compile`; True: as None, and a
-        warning says why where it is not so; False: never. What can't be recorded runs eager, with the same tokens.
-    preset: drafter, acceptance and levels of a published method by name (`visspec list presets`), or of a file that
-        `visspec tune` wrote; arguments given beside it win.
-    debug: raise errors of the drafter with their traceback, instead of one warning; so does VISSPEC_DEBUG=1.
-    batch_invariant: in bfloat16 and float16 too, the tokens of a request depend on the request alone, for one device
-        and number of threads: not on drafts, nor on the batch that it is in. Chains only, eager passes, prompts read
-        one at a time; a model for which it can't be is refused.
-    Raises ValueError if the model is a name or None, is not supported, or the drafter was made for another target.
+    Args:
+        model: A loaded model.
+        drafter: "auto" (default) for `default_drafter`; a name of `visspec list drafters`, a checkpoint folder, a
+            Drafter, a smaller transformers model, or None.
+        acceptance: A rule by name and options, such as "typical:epsilon=0.1", or as an object, which is copied.
+        levels: Maximum draft depth.
+        adaptive: Draft fewer tokens, or none, where that is measured to be faster. False is length="fixed".
+        tokenizer: Used to show text in `last_stats`.
+        probe: Run the model on a few tokens, once per configuration, to check that it can verify drafts.
+        compile: Run passes over drafts, and the drafter, through `torch.compile`. The first request for 32 tokens or
+            more takes tens of seconds to minutes to compile; shorter ones before it run uncompiled.
+        graphs: Record passes over drafts, and verdicts, as CUDA graphs. None (default) does so on a CUDA device with
+            "sdpa" attention and weights in float16, bfloat16 or float32, unless `compile` is set. True also warns if it
+            is not possible, False never records. The tokens are the same.
+        length: A draft-length policy by name and options, such as "adaptive:share=0.02", or as an object, which is
+            copied and keeps its own `levels`.
+        preset: Drafter, acceptance and levels of a published method (`visspec list presets`), or of a file that
+            `visspec tune` wrote. Other arguments take precedence.
+        debug: Raise errors of the drafter instead of warning once. VISSPEC_DEBUG=1 does the same.
+        batch_invariant: Make the tokens of a request independent of drafts and of its batch, in bfloat16 and float16
+            too, for one device and number of threads. Drafts are chains, passes run eagerly, and prompts are read one
+            at a time.
+
+    Returns:
+        The accelerated model.
+
+    Raises:
+        ValueError: If the model is not loaded or not supported, or the drafter was made for another model.
     """
     if model is None or isinstance(model, (str, Path)):
         name = "FOLDER" if model is None else str(model)
         raise ValueError(
-            f"model: got {model!r}, expected a loaded model, such as visspec.api.loading.load({name!r})[0], or what"
-            " `from_pretrained` of a class of transformers returns."
+            f"model: got {model!r}, expected a loaded model, such as visspec.api.loading.load({name!r})[0] or the"
+            " result of a transformers class's `from_pretrained`."
         )
     if preset is not None:
         found = registry.preset(preset, "text", cast(ConfiguredModel, model))
@@ -98,13 +107,18 @@ def accelerate(
 
 
 def speculative(drafter: DrafterSpec = "auto", **options) -> Speculative:
-    """A callable for `model.generate(..., custom_generate=visspec.speculative(...))`. Options as in `accelerate`."""
+    """Create a hook for `model.generate(..., custom_generate=visspec.speculative(...))`.
+
+    Args:
+        drafter: As in `accelerate`.
+        options: Options of `accelerate`.
+    """
     return Speculative(drafter, options)
 
 
 @dataclass(frozen=True)
 class SetupOptions:
-    """What a setup is built from beside the model: arguments of `accelerate`."""
+    """The arguments of `accelerate` that determine a setup, without the model."""
 
     drafter: DrafterSpec
     acceptance: str | Acceptance
@@ -119,7 +133,7 @@ class SetupOptions:
 
 @dataclass(frozen=True)
 class Result:
-    """Result of one `generate` call: its return value, the final state and the statistics."""
+    """The result of one `generate` call: its return value, the final state and the statistics."""
 
     output: Any
     state: State
@@ -127,12 +141,12 @@ class Result:
 
 
 class Accelerated:
-    """A model with a faster `generate`. Other attributes are those of the model; methods that return the model return
-    this object instead (`fast.to("cuda").eval()` stays accelerated).
+    """A model with a faster `generate`.
 
-    Masks, tables and drafters given by name are rebuilt if the model's dtype or device has changed. The object is
-    thread-safe: `last_stats` and `last_state` refer to the call that ended last, and `run` returns those of its own
-    call.
+    Other attributes are those of the model. Methods that return the model return this object instead
+    (`fast.to("cuda").eval()` stays accelerated). Masks, tables and drafters given by name are rebuilt if the model's
+    dtype or device changes. The object is thread-safe: `last_stats` and `last_state` refer to the last finished call,
+    and `run` returns those of its own call.
     """
 
     model: PreTrainedModel
@@ -144,17 +158,24 @@ class Accelerated:
             drafter, self._why = default_drafter(self.model)
         self._options = replace(options, drafter=drafter)
         self._made = (self._fits(), self._build())
-        self.last_stats: Stats | None = None  # after the first call
-        self.last_state: State | None = None  # its finished one
+        self.last_stats: Stats | None = None  # set by each call
+        self.last_state: State | None = None  # finished state of that call
 
     @classmethod
     def from_pretrained(
         cls, where: str | Path, *, device: str = "auto", dtype: str | torch.dtype = "auto", **options
     ) -> Accelerated:
-        """Load what `save_pretrained` wrote, from a folder or by hub id; of another folder, its model alone.
+        """Load a folder or hub id that `save_pretrained` wrote. For other folders only the model is loaded.
 
-        options: `trust_remote_code` (off), and as in `accelerate`; drafter, acceptance and levels given here win. The
-        processor, or the tokenizer, is `tokenizer`. Safetensors only; raises ValueError as `accelerate` does.
+        Args:
+            where: Folder or hub id. Only safetensors are read. The processor, or else the tokenizer, becomes
+                `tokenizer`.
+            device: As in `visspec.api.loading.load`.
+            dtype: As in `visspec.api.loading.load`.
+            options: `trust_remote_code` (off), and options of `accelerate`, which override saved ones.
+
+        Raises:
+            ValueError: As `accelerate`, or if the checkpoint can't be read.
         """
         remote = options.pop("trust_remote_code", False)
         folder = str(hub.resolve_folder(registry.included_folder(str(where))))
@@ -166,23 +187,38 @@ class Accelerated:
         return accelerate(model, **{"tokenizer": words, **settings})
 
     def save_pretrained(self, folder: str | Path, **options) -> None:
-        """Write the model, the tokenizer if there is one, drafter, acceptance, levels and batch_invariant, for
-        `from_pretrained`. options: of the model's own. transformers reads the folder as the model alone. Raises
-        ValueError, before anything is written, for what can't be written so.
+        """Write model, tokenizer, drafter, acceptance, levels and batch_invariant for `from_pretrained`.
+
+        transformers reads the folder as the model alone.
+
+        Args:
+            folder: The folder to write to.
+            options: Options of the model's own `save_pretrained`.
+
+        Raises:
+            ValueError: If something can't be saved. Nothing is written then.
         """
         words = {} if self.tokenizer is None else {"processor": self.tokenizer}
         parts = {name: getattr(self._options, name) for name in ("drafter", "acceptance", "levels", "batch_invariant")}
         if self._why not in ("", NAMED):
-            parts["drafter"] = "auto"  # which takes the same drafter again
+            parts["drafter"] = "auto"  # finds the same drafter again
         saving.save(folder, {"model": self.model, **words, **parts, "order": None, "parts": {}}, **options)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None) -> str:
-        """Upload what `save_pretrained` writes. Returns the URL."""
+        """Upload what `save_pretrained` writes.
+
+        Args:
+            repo_id: Repository on the hub.
+            private: Whether to create it as private.
+
+        Returns:
+            The URL.
+        """
         return hub.push(repo_id, self.save_pretrained, private)
 
     @property
     def setup(self) -> DecodingSetup[HFDecoder]:
-        """The current setup. A call reads it once, independent of changes by other threads."""
+        """The current setup. A call reads it once and so is not affected by changes in other threads."""
         fits, setup = self._made
         if fits == (now := self._fits()):
             return setup
@@ -197,7 +233,7 @@ class Accelerated:
 
     @property
     def drafter(self) -> Drafter | None:
-        """The drafter; None where there is none."""
+        """The drafter, or None."""
         safe = self.setup.drafter
         return safe and safe.inner
 
@@ -214,7 +250,7 @@ class Accelerated:
         return self.setup.length_policy
 
     def _fits(self) -> tuple:
-        """Key of a setup: dtype, device and attention of the model and of a small model used as drafter."""
+        """Return the key of a setup: dtype, device and attention of the model and of a small model used as drafter."""
         models = (m for m in (self.model, self._options.drafter) if isinstance(m, nn.Module))
         return tuple((m.dtype, m.device, implementation(getattr(m, "config", None))) for m in models)
 
@@ -233,8 +269,8 @@ class Accelerated:
 
         rule, length = own_rule(options.acceptance), options.length
         if options.batch_invariant and length is None and not rule.traits.keeps_tokens:
-            length = "fixed"  # measured lengths would depend on what runs beside
-        with torch.inference_mode(False), torch.no_grad():  # so that modules built here can be trained later
+            length = "fixed"  # measured lengths would depend on other load
+        with torch.inference_mode(False), torch.no_grad():  # modules built here may be trained later
             drafter, name = registry.drafter(options.drafter, model)
             return build_setup(
                 drafter,
@@ -250,7 +286,7 @@ class Accelerated:
             )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # special methods are not the model's
+        if name.startswith("__"):  # special methods are not forwarded to the model
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         found = getattr(self.model, name)
         if getattr(found, "__self__", None) is not self.model:
@@ -270,13 +306,18 @@ class Accelerated:
             setattr(self.model, name, value)
 
     def generate(self, *args, streamer=None, generator=None, seed=None, **kwargs):
-        """transformers' `generate`: same arguments, same return value. `generator` (or a list, one a row) or `seed`
-        makes sampling reproducible without changing the global state; without them torch's global generator is used.
+        """Generate like transformers' `generate`, with the same arguments and return value.
+
+        Args:
+            streamer: A transformers streamer, for one row.
+            generator: Generator for sampling, or a list with one per row. The default is torch's global one.
+            seed: Seed for sampling, which leaves the global state unchanged. Row b uses seed + b, or its entry of a
+                list.
         """
         return self.run(*args, streamer=streamer, generator=generator, seed=seed, **kwargs).output
 
     def run(self, *args, streamer=None, generator=None, seed=None, **kwargs) -> Result:
-        """Like `generate`, but returns a `Result` with the final state and statistics of this call."""
+        """Like `generate`, but return a `Result` with the final state and statistics of this call."""
         kwargs = requests.arguments_by_name(unwrap_adapter(self.model).generate, args, kwargs)
         streamer = kwargs.pop("streamer", streamer)
         requests.check(kwargs)
@@ -299,23 +340,33 @@ class Accelerated:
         prefix_cache: int | PrefixCache | None = None,
         **options: Any,
     ) -> Generator[Answer, None, None]:
-        """Results of many prompts as they are ready (continuous batching): a row enters the batch as another leaves.
+        """Generate for many prompts with continuous batching: a row enters the batch as another leaves.
 
-        prompts: `generate` arguments of one prompt each, and optionally its `id` (default: its number), `seed` or
-        `generator`, `streamer`, and `on_tokens`, called with the ids of each round; if it returns true, the row ends.
-        They are read as slots come free; None says that none is waiting now. options: arguments for the prompts that
-        don't have them; prompt i gets the seed `seed + i`. slots: rows decoded at once. ahead: prompts prefilled at
-        once (default: slots); as many more may stand ready. prefix_cache: bytes of prompts' keys and values that are
-        kept for those that begin alike (the same image asked twice), 512 MiB by default, 0 for none, or a `PrefixCache`
-        that outlives the stream; `batch_invariant` keeps none. A row's tokens are those that it has alone. An error of
-        a prompt is its result. Raises ValueError if the drafter's rows can't enter a batch.
+        The tokens of a row do not depend on its batch. An error of a prompt is its result.
+
+        Args:
+            prompts: `generate` arguments of one prompt each, and optionally its `id` (default: its number), `seed` or
+                `generator`, `streamer`, and `on_tokens`, which is called with the ids of each round and ends the row if
+                it returns True. They are read as slots come free; None means that no prompt is waiting now.
+            slots: Number of rows decoded at once.
+            ahead: Number of prompts prefilled at once (default: slots). As many more may wait, prefilled.
+            prefix_cache: Bytes of keys and values to keep for prompts with a common prefix, such as the same image
+                (default: 512 MiB; 0: none), or a `PrefixCache` that outlives the stream. Not available with
+                `batch_invariant`.
+            options: Arguments for prompts that don't have them. Prompt i gets the seed `seed + i`.
+
+        Returns:
+            The answers, in the order in which they end.
+
+        Raises:
+            ValueError: If rows can't enter a batch with this drafter.
         """
         setup = self.setup
         queueing.check(setup, slots, ahead, options)
         if prefix_cache and not isinstance(prefix_cache, PrefixCache) and self._options.batch_invariant:
             raise ValueError(
-                f"prefix_cache: got {prefix_cache} with batch_invariant=True, which reads each prompt in one pass and"
-                " keeps none. Leave it out."
+                f"prefix_cache: got {prefix_cache} with batch_invariant=True, which reads each prompt in one pass."
+                " Leave it out."
             )
         prefixes = prefix_cache if isinstance(prefix_cache, PrefixCache) else PrefixCache(prefix_cache)
         builder = queueing.RequestBuilder(self.model, setup, options, prefixes)
@@ -330,7 +381,7 @@ class Accelerated:
 
 @dataclass(eq=False)
 class _Run:
-    """Custom decoding function of one call of generate, for which transformers prepares inputs; keeps its result."""
+    """A custom decoding function for one `generate` call of transformers, which prepares its inputs."""
 
     setup: DecodingSetup[HFDecoder]
     tokenizer: Processor | Tokenizer | None = None
@@ -338,8 +389,8 @@ class _Run:
     generator: torch.Generator | Sequence[torch.Generator] | None = None
     seed: int | Sequence[int] | None = None
     media: Mapping[str, Tensor] = field(default_factory=dict)
-    why: str = ""  # the drafter was taken
-    result: tuple[State, Stats] | None = None  # after the call
+    why: str = ""  # why the drafter was chosen
+    result: tuple[State, Stats] | None = None  # set by the call
 
     def __call__(self, model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         setup = self.setup
@@ -366,9 +417,8 @@ class _Run:
 
 
 class Speculative:
-    """The same as transformers' hook: `model.generate(..., custom_generate=speculative("ngram"))`.
-
-    transformers drops `streamer` and `tokenizer` for hooks: pass `tok_streamer`, `generator` or `seed` to generate.
+    """The `custom_generate` hook of `speculative`. transformers drops `streamer` and `tokenizer` for hooks. Pass
+    `tok_streamer`, `generator` or `seed` to `generate` instead.
     """
 
     def __init__(self, drafter, options: dict[str, Any]):
@@ -388,10 +438,11 @@ class Speculative:
 
 
 def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
-    """The drafter of a model for which none is given, and why: the one that `visspec.json` in its folder names, or the
-    one in the folder `drafter` there, or the layer in its own files that predicts further tokens, or an included one
-    that is made for it, each with copies of what text repeats (`models.lookup.merged`); else "context", which needs no
-    training. Nothing is fetched.
+    """Choose the drafter of a model for "auto". Returns it with the reason. Nothing is downloaded.
+
+    The first of these that exists: the drafter named in `visspec.json` of the model's folder, the folder `drafter`
+    there, the checkpoint's own multi-token layers, an included drafter for the model, each combined with copies of
+    repeated text (`models.lookup.merged`); else "context", which needs no training.
     """
     folder = getattr(model, "name_or_path", None)
     found: DrafterSpec
@@ -414,11 +465,11 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
 
 
 def check_eager(batch_invariant: bool, compile: bool, graphs: bool | None) -> None:
-    """Raises ValueError for options that exclude each other."""
+    """Raise ValueError for options that exclude each other."""
     if batch_invariant and (compile or graphs):
         raise ValueError(f"batch_invariant: got {'compile' if compile else 'graphs'}=True, expected eager passes")
 
 
 def own_rule(acceptance: str | Acceptance) -> Any:
-    """A rule by name, or a copy of a given rule, because it is bound to one target."""
+    """Return a rule by name, or a copy of a rule, because it is bound to one target."""
     return registry.rule(acceptance) if isinstance(acceptance, str) else copy.copy(acceptance)

@@ -1,4 +1,4 @@
-"""Captioning of images in batches or as a stream, with an error entry for each that can't be read."""
+"""Captioning of images in batches or as a stream. An image that can't be read yields an entry with an error."""
 
 from __future__ import annotations
 
@@ -31,65 +31,63 @@ from visspec.types import Processor
 
 Given = TypeVar("Given")
 Made = TypeVar("Made")
-Prepared = tuple[Record, dict[str, Any] | Exception]  # a record without its pixels, and its inputs or what went wrong
-PROMPT = "describe the picture in detail ."  # of the included models, which know few words
+Prepared = tuple[Record, dict[str, Any] | Exception]  # a record without its pixels, and its inputs or an error
+PROMPT = "describe the picture in detail ."  # for the included models, which know few words
 PROMPT_OF_OTHERS = "Describe this image in detail."
 
 
 @dataclass(frozen=True)
 class Caption:
-    """One image's result: if it can't be read or captioned, `text` is None and `error` is the reason."""
+    """The result for one image. If it can't be read or captioned, `text` is None and `error` is the reason."""
 
     record: Record  # without the pixels
     text: str | None = None
     tokens: int = 0
     error: str | None = None
-    pieces: tuple[tuple[str, str], ...] = ()  # (text, origin) of every token
-    ended: str | None = None  # as `stats.ended_by`
+    pieces: tuple[tuple[str, str], ...] = ()  # (text, origin) of each token
+    ended: str | None = None  # see `stats.ended_by`
     drift: float = 0.0  # summed over tokens
     rounds: int = 0  # rounds after the prefill
 
     @property
     def path(self) -> str:
-        """The record's id, which is the path of a file."""
+        """The record's id, which for a file is its path."""
         return self.record.id
 
 
 def default_prompt(model: str | Path) -> str:
-    """What a model, given by name or folder, is asked about each image where nothing else is said."""
+    """Return the default question about an image for a model, given by name or folder."""
     return PROMPT if included.is_included(model) else PROMPT_OF_OTHERS
 
 
 def chat_prompt(processor, request: str) -> str:
-    """One user turn of an image and a request, as `chat_text`."""
+    """Render one user turn with an image and a request, as `chat_text`."""
     return chat_text(processor, [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": request}]}])
 
 
 def chat_text(processor, messages: Sequence[dict[str, Any]]) -> str:
-    """The prompt of a conversation, in the processor's chat template (plain text if it has none). Raises ValueError if
-    the template fails.
-    """
+    """Render a conversation with the chat template, or as plain text. Raises ValueError if the template fails."""
     if getattr(processor, "chat_template", None):
         options: dict[str, Any] = {"add_generation_prompt": True}
-        if isinstance(processor, PreTrainedTokenizerBase):  # templates of text models concatenate contents
+        if isinstance(processor, PreTrainedTokenizerBase):  # templates of text models expect plain strings
             messages = [m | {"content": "".join(part["text"] for part in m["content"])} for m in messages]
             options["tokenize"] = False
         try:
             return processor.apply_chat_template(messages, **options)
-        except Exception as error:  # templates come with a checkpoint and raise anything
+        except Exception as error:  # a checkpoint's template may raise anything
             raise ValueError(f"chat_template: the processor's template failed ({first_line(error)})") from error
     marks = {kind: getattr(processor, f"{kind}_token", f"<{kind}>") for kind in ("image", "video")}
     return " ".join(marks.get(p["type"]) or p["text"] for m in messages for p in m["content"])
 
 
 def prepare(processor, images: Sequence, request: str | Sequence[str], model) -> dict[str, Any]:
-    """A model's inputs for a batch of PIL images, or of clips, under one request or one each; left-padded, there."""
+    """Return a model's inputs, on its device, for a batch of PIL images or clips with one request or one each."""
     requests = [request] * len(images) if isinstance(request, str) else request
     return move_inputs(process_batch(processor, images, requests), model)
 
 
 def process_batch(processor, images: Sequence, requests: Sequence[str]) -> dict[str, Any]:
-    """A processor's output for PIL images, lists of them, or clips, under a request each. Raises as `process_chats`."""
+    """Process PIL images, lists of them, or clips, with a request each. Raises ValueError as `process_chats`."""
     media = [image if isinstance(image, list) else [image] for image in images]
     chats = []
     for own, request in zip(media, requests):
@@ -104,9 +102,11 @@ def process_chats(
     media: Sequence[Sequence[Image | Clip]],
     render: Callable[..., str] = chat_text,
 ) -> dict[str, Any]:
-    """A processor's output for conversations and their PIL images and clips, left-padded, on the CPU; a tokenizer's for
-    conversations without any. Raises ValueError for a text with an image token, as its image has one, and for images or
-    clips of a processor that reads none.
+    """Process conversations with their PIL images and clips, left-padded, on the CPU. Conversations without any use the
+    tokenizer.
+
+    Raises:
+        ValueError: If a text contains an image token, or the processor does not support images or clips.
     """
     tokenizer_of(processor).padding_side = "left"
     if isinstance(processor, PreTrainedTokenizerBase):
@@ -132,34 +132,40 @@ def process_chats(
 
 
 def tokenizer_of(processor) -> Any:
-    """The tokenizer of a processor, or of a text model, which has nothing else."""
+    """Return the tokenizer of a processor. Text models have only a tokenizer."""
     return getattr(processor, "tokenizer", processor)
 
 
 def _process_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str], media: Sequence[Sequence]) -> dict[str, Any]:
     if any(media):
         raise ValueError("image: got one, expected text alone: this model generates text and sees no pictures")
-    if tokenizer.pad_token is None:  # what it says is not attended to
+    if tokenizer.pad_token is None:  # padding is masked, so any token will do
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     special = not tokenizer.chat_template
     return dict(tokenizer(text=texts, return_tensors="pt", padding=True, add_special_tokens=special))
 
 
 def move_inputs(inputs: dict[str, Any], model) -> dict[str, Any]:
-    """Inputs on a model's device, pixels in its dtype. Copies from pinned memory don't block."""
+    """Move inputs to a model's device, pixels in its dtype. Copies from pinned memory don't block."""
     there = {k: v.to(model.device, non_blocking=True) for k, v in inputs.items()}
     return {k: v.to(model.dtype) if torch.is_floating_point(v) else v for k, v in there.items()}
 
 
 class Captions(AbstractContextManager):
-    """Captions of many images as they are ready: a stream (`Accelerated.stream`) that images enter as slots come free.
+    """Captions many images by continuous batching (`Accelerated.stream`): an image enters as a slot comes free.
 
-    request: what is asked of images whose record has no prompt (default: `default_prompt`). workers: threads that read
-    and prepare images ahead, `2 * slots` at most. frames: of a video that are read. generate: arguments of generate; of
-    the int `seed` and a record's id its own seed is made (`sources.seed_of`), so that results do not depend on batch,
-    order or process.
+    Use it as a context manager, or call `close` to stop unfinished captions and the threads.
 
-    A context manager: `close` ends captions that are being made, and the threads.
+    Args:
+        fast: The accelerated model.
+        processor: Its processor.
+        request: Question for images whose record has no prompt (default: `default_prompt`).
+        slots: Number of images captioned at once.
+        workers: Number of threads that read and prepare images, up to `2 * slots` images ahead.
+        max_pixels: Limit to which images are scaled down.
+        frames: Number of frames read from a video.
+        generate: Arguments of `generate`. Each record's seed is derived from `seed` and the record's id
+            (`sources.seed_of`), so results do not depend on batch, order or process.
     """
 
     def __init__(
@@ -178,12 +184,15 @@ class Captions(AbstractContextManager):
         self.request = request or default_prompt(getattr(fast.model, "name_or_path", ""))
         self.max_pixels, self.frames, self.generate = max_pixels, frames, generate
         self.context = getattr(fast.model.config.get_text_config(), "max_position_embeddings", None)
-        self._processing = threading.Lock()  # tokenizers are not made for several threads
+        self._processing = threading.Lock()  # tokenizers are not thread-safe
         self._runs: weakref.WeakSet[Generator[Caption, None, None]] = weakref.WeakSet()
 
     def __call__(self, records: Iterable[Record | str | Path]) -> Iterator[Caption]:
-        """Captions in the order in which they end; one of an image that can't be read or captioned has an error. If
-        `records` raises, what was read before is captioned first.
+        """Yield captions in the order in which they end. If an image can't be read or captioned, its caption has an
+        error.
+
+        Args:
+            records: Records or paths. If the iterable raises, the records before are captioned first.
         """
         raised: list[Exception] = []
         read = prefetch_map(self._prepare, _until_error(records, raised), self.workers, 2 * self.slots)
@@ -205,7 +214,7 @@ class Captions(AbstractContextManager):
             raise raised[0]
 
     def close(self) -> None:
-        """End the captions that are being made."""
+        """Stop unfinished captions."""
         for run in list(self._runs):
             run.close()
 
@@ -213,7 +222,14 @@ class Captions(AbstractContextManager):
         self.close()
 
     def open_record(self, record: Record) -> Image | Clip:
-        """The picture of a record, or the frames of its video. Raises ValueError or OSError if it can't be read."""
+        """Open the picture of a record, or the frames of its video.
+
+        Args:
+            record: The record.
+
+        Raises:
+            ValueError, OSError: If it can't be read.
+        """
         if isinstance(record.image, bytes):
             return read_image(record.image, record.id, self.max_pixels)
         if isinstance(record.image, (str, Path)):
@@ -221,7 +237,7 @@ class Captions(AbstractContextManager):
         return record.image
 
     def _prepare(self, record: Record) -> Prepared:
-        """In a worker: a record without its pixels, and the processor's output or what went wrong."""
+        """In a worker thread: return a record without its pixels, and the processor's output or the error."""
         label = str(record.image) if isinstance(record.image, (str, Path)) else None
         bare = replace(record, image=label, prompt=record.prompt or self.request)
         try:
@@ -266,7 +282,7 @@ class Captions(AbstractContextManager):
 
 
 def _until_error(records: Iterable[Record | str | Path], raised: list[Exception]) -> Iterator[Record]:
-    """Records, up to the exception that ends them, which is kept."""
+    """Yield records up to an exception, which is appended to `raised`."""
     try:
         for record in records:
             yield record if isinstance(record, Record) else Record(str(record), record)
@@ -277,7 +293,7 @@ def _until_error(records: Iterable[Record | str | Path], raised: list[Exception]
 def prefetch_map(
     make: Callable[[Given], Made], given: Iterable[Given], workers: int, ahead: int
 ) -> Generator[Made, None, None]:
-    """`map` in threads, in order, at most `ahead` items before they are asked for."""
+    """Map in threads, in order, at most `ahead` items in advance."""
     queue: deque[Any] = deque()
     items = iter(given)
     pool = ThreadPoolExecutor(workers, "visspec-images")

@@ -1,5 +1,5 @@
-"""Bodies of OpenAI's chat completions and image generations as pydantic models. What this server does not support is
-refused by name. Images come as data URLs; addresses are never fetched.
+"""OpenAI's chat completions and image generations as pydantic models. Unsupported arguments are rejected by name.
+Images are sent as data URLs; addresses are never fetched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ DATA_URL = re.compile(r"data:image/(png|jpeg|webp|bmp|gif|tiff|avif)(;[^,]*)?;ba
 
 
 class RequestError(ValueError):
-    """A request that cannot be served, with the HTTP status and OpenAI's `param` and `code`."""
+    """An error response, with the HTTP status and OpenAI's `param` and `code`."""
 
     def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
         super().__init__(message)
@@ -32,16 +32,16 @@ class RequestError(ValueError):
 
 
 class Strict(BaseModel):
-    """An object of a body. No value is converted, and unknown members are refused unless they are null or empty."""
+    """An object of a request body. Values are not converted, and unknown members must be null or empty."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def drop_empty(cls, given: object) -> object:
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if name == "model" or value not in (None, [], {})}
+    def drop_empty(cls, body: object) -> object:
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if name == "model" or value not in (None, [], {})}
 
 
 class TextPart(Strict):
@@ -51,7 +51,7 @@ class TextPart(Strict):
 
 class ImageURL(Strict):
     url: str
-    detail: Literal["auto", "high"] = "auto"  # a model sees what its processor makes of the image
+    detail: Literal["auto", "high"] = "auto"  # without effect: the model's processor decides
 
 
 class ImagePart(Strict):
@@ -92,8 +92,8 @@ class Body(Strict):
     """Arguments of both kinds of request."""
 
     temperature: float | None = Field(None, ge=0, le=100)
-    seed: int | None = Field(None, ge=0, le=2**62)  # rows and images count up from it
-    user: object = None  # no effect on an answer, as the next two
+    seed: int | None = Field(None, ge=0, le=2**62)  # row or image i uses seed + i
+    user: object = None  # this and the next two have no effect
     metadata: object = None
     store: object = None
 
@@ -103,7 +103,7 @@ AsStop = BeforeValidator(lambda given: [given] if isinstance(given, str) else gi
 
 
 class ChatBody(Body):
-    """Arguments of a chat completion. Beyond OpenAI's own: top_k."""
+    """Arguments of a chat completion, those of OpenAI and top_k."""
 
     model: str
     messages: list[Message] = Field(min_length=1)
@@ -115,16 +115,16 @@ class ChatBody(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1, le=16)
-    logprobs: Literal[False] = False  # not supported, but clients send that, and 0 for the next two
+    logprobs: Literal[False] = False  # not supported, but clients send the default values of this and the next two
     frequency_penalty: float = Field(0, ge=0, le=0)
     presence_penalty: float = Field(0, ge=0, le=0)
     response_format: Annotated[SchemaFormat | PlainFormat, Field(discriminator="type")] = PlainFormat()
 
     @property
     def options(self) -> dict[str, Any]:
-        """Arguments of `generate`. Without a temperature the model's own settings hold beside what was asked for."""
+        """Arguments of `generate`. If no temperature is given, other settings are added to the model's own."""
         found: dict[str, Any] = {} if self.seed is None else {"seed": self.seed}
-        if self.temperature != 0:  # a greedy answer has nothing to cut
+        if self.temperature != 0:  # greedy decoding has nothing to cut
             cuts = {"top_p": self.top_p, "top_k": self.top_k}
             found |= {name: value for name, value in cuts.items() if value is not None}
         if self.temperature:
@@ -133,14 +133,14 @@ class ChatBody(Body):
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
-        """The schema of an answer; None for text."""
+        """The schema of the answer; None for text."""
         if isinstance(self.response_format, SchemaFormat):
             return self.response_format.json_schema.content
         return {"type": "object"} if self.response_format.type == "json_object" else None
 
     @property
     def chat(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them, without images."""
+        """The messages in the form of chat templates, without images."""
         found = []
         for message in self.messages:
             parts = [p.model_dump() if isinstance(p, TextPart) else {"type": "image"} for p in message.content]
@@ -148,20 +148,22 @@ class ChatBody(Body):
         return found
 
     def images(self, max_pixels: int) -> list[Image]:
-        """The images, of so many pixels together at most. Raises RequestError before any is decoded."""
+        """Decode the images. Raises RequestError before decoding if they have more than `max_pixels` pixels in
+        total.
+        """
         parts = [part for message in self.messages for part in message.content]
         try:
             files = [image_bytes(part.image_url.url) for part in parts if isinstance(part, ImagePart)]
             pixels = sum(math.prod(image_size(data, "an image", max_pixels)) for data in files)
             if pixels > max_pixels:
-                raise ValueError(f"the images have {pixels} pixels together, more than {max_pixels}")
+                raise ValueError(f"the images have {pixels} pixels in total, more than {max_pixels}")
             return [read_image(data, "an image", max_pixels) for data in files]
         except ValueError as error:
             raise RequestError(f"messages: {error}", param="messages") from None
 
 
 class DrawingBody(Body):
-    """Arguments of an image generation. Beyond OpenAI's own: seed, temperature, guidance_scale."""
+    """Arguments of an image generation, those of OpenAI and seed, temperature and guidance_scale."""
 
     model: str = ""
     prompt: str = Field(pattern=r"\S")
@@ -173,7 +175,7 @@ class DrawingBody(Body):
 
 
 def refusal(error: dict[str, Any]) -> RequestError:
-    """What pydantic found in a body, by the name of the argument."""
+    """Convert an error of pydantic to a RequestError that names the argument."""
     at, unknown = error["loc"], error["type"] == "extra_forbidden"
     path = [part for part, before in zip(at[1:], at) if part != before and error["type"] != "json_invalid"]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:] or "body"
@@ -182,7 +184,7 @@ def refusal(error: dict[str, Any]) -> RequestError:
 
 
 def image_bytes(url: str) -> bytes:
-    """The file in a data URL. Raises ValueError; nothing is fetched."""
+    """Decode a data URL. Raises ValueError for other URLs."""
     if (head := DATA_URL.match(url)) is None:
         form = "a data URL of a PNG, JPEG or WEBP (data:image/png;base64,...), this server fetches nothing"
         raise ValueError(f"got {url[:40]!r} for an image, send {form}")

@@ -1,7 +1,6 @@
-"""Records of training data as conversations: {image, prompt}, `conversations` (LLaVA, ShareGPT), `messages` (chats of
-transformers, TRL and OpenAI), and the prompts of MMSpec, SPEED-Bench and vLLM's `custom_mm`.
-
-A field that holds something and isn't used is refused by name: nothing of a record is dropped without a word.
+"""Training data records as conversations: {image, prompt}, `conversations` (LLaVA, ShareGPT), `messages` (chats of
+transformers, TRL and OpenAI), and the prompts of MMSpec, SPEED-Bench and vLLM's `custom_mm`. A field that is neither
+empty nor used is rejected by name, so that no part of a record is lost silently.
 """
 
 from __future__ import annotations
@@ -16,31 +15,30 @@ from visspec.api.captions import PROMPT
 from visspec.io.files import Json
 
 IMAGES, VIDEOS = ("image", "images", "image_files"), ("video", "videos")
-TURNS = ("prompt", "turns", "conversations", "messages")  # of which a record has one, or none
+TURNS = ("prompt", "turns", "conversations", "messages")  # a record has at most one of these
 CONTENT = {*IMAGES, *VIDEOS, *TURNS, "answer", "system"}
 ABOUT = {"id", "question_id", "source", "data_source", "dataset", "category", "split", "model", "url", "license"} | {
     *("key", "status", "error_message", "exif", "sha256", "md5", "file_name")
-}  # fields of texts that say where a record is from; numbers are passed over as well
+}  # text fields about the origin of a record; numbers are ignored as well
 ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant", "system": "system"}
 MARK = re.compile(r"\n?<(image|video)>\n?")
-SOURCES = {  # where parts of a turn have what they are of
+SOURCES = {  # keys of the source in parts of a turn
     "text": ("text",),
     "image": ("image", "path", "url", "image_url"),
     "video": ("video", "path", "url", "video_url"),
 }
 
-Message = dict[str, Any]  # role, and content: a list of parts, as chat templates take them
+Message = dict[str, Any]  # role and content (a list of parts), as chat templates expect
 
 
 class ArchiveMember(NamedTuple):
-    """A file inside another one, which is read when it is needed."""
+    """A file inside an archive, read on demand."""
 
     path: Path
     offset: int
     size: int
 
     def read(self) -> bytes:
-        """Its bytes."""
         with open(self.path, "rb") as file:
             file.seek(self.offset)
             return file.read(self.size)
@@ -50,42 +48,48 @@ Media = Path | bytes | ArchiveMember
 
 
 class Conversation(NamedTuple):
-    """Turns, and the pictures and videos in the order in which these have them."""
+    """Turns, and the pictures and videos in the order of the turns."""
 
     messages: list[Message]
     media: list[Media]
 
     def until(self, turn: int) -> Conversation:
-        """What stands before a message."""
+        """Return the part before a message."""
         kept = self.messages[:turn]
         return Conversation(kept, self.media[: sum(part["type"] != "text" for m in kept for part in m["content"])])
 
     def texts(self) -> list[Message]:
-        """The messages without pictures and videos."""
+        """Return the messages without pictures and videos."""
         return [m | {"content": [part for part in m["content"] if part["type"] == "text"]} for m in self.messages]
 
     def questions(self) -> list[int]:
-        """Messages that are answers, or the place of one that isn't there yet: each ends a prompt."""
+        """Return the indices of answers, existing or still missing. Each ends a prompt."""
         ends = [n for n, message in enumerate(self.messages) if message["role"] == "assistant"]
         return ends if self.messages[-1]["role"] == "assistant" else [*ends, len(self.messages)]
 
     def answer(self, turn: int) -> str | None:
-        """The text of a message that is an answer; None where the data have none."""
+        """Return the text of an answer, or None if the data has none."""
         return self.messages[turn]["content"][0]["text"] if turn < len(self.messages) else None
 
 
 def conversation_of(entry: object, folder: Path, ignore: Collection[str] = (), prompt: str = PROMPT) -> Conversation:
-    """From a record; relative paths start at `folder`. `ignore`: further fields to pass over. `prompt`: where it has
-    none.
+    """Parse a record.
 
-    Raises ValueError for a record that is none, or with a field that holds something and isn't used.
+    Args:
+        entry: The record.
+        folder: Where relative paths start.
+        ignore: Further fields to ignore.
+        prompt: The prompt of records that have none.
+
+    Raises:
+        ValueError: If it is not a record, or a field is neither empty nor used.
     """
     if not isinstance(entry, Mapping):
         raise ValueError(f"got {type(entry).__name__}, expected an object with image (and prompt)")
     fields = {name: value for name, value in entry.items() if value is not None and name not in ignore}
     for name, value in fields.items():
         if name not in CONTENT | ABOUT and not isinstance(value, (bool, int, float)):
-            raise ValueError(f"got {name}, which training doesn't use, expected it among --ignore")
+            raise ValueError(f"got {name}, which training does not use. Pass --ignore {name}")
     given = _one_of(fields, TURNS)
     media = {kind: _listed(fields, names) for kind, names in (("image", IMAGES), ("video", VIDEOS))}
     if given is None and not any(media.values()):
@@ -96,7 +100,7 @@ def conversation_of(entry: object, folder: Path, ignore: Collection[str] = (), p
 
 
 def _one_of(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """Which of several names a record uses."""
+    """Return which of several names a record uses."""
     given = [name for name in names if name in fields]
     if len(given) > 1:
         raise ValueError(f"got {given[0]} and {given[1]}, expected one of the two")
@@ -104,19 +108,21 @@ def _one_of(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
 
 
 def _listed(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
-    """The pictures or videos of a record, by whatever name."""
+    """Return the pictures or videos of a record, by any of these names."""
     name = _one_of(fields, names)
     value = [] if name is None else fields[name]
     return value if isinstance(value, list) else [value]
 
 
 def _turns(fields: Mapping[str, Any], name: str) -> list[tuple[str, Json]]:
-    """(role, content) of all turns."""
+    """Return (role, content) of all turns."""
     if name in ("prompt", "turns"):
         prompt = fields[name]
         if name == "turns":
             if not isinstance(prompt, list) or len(prompt) != 1:
-                raise ValueError(f"turns: got {_short(prompt)}, expected one text: answers between turns are not there")
+                raise ValueError(
+                    f"turns: got {_short(prompt)}, expected one text, since there are no answers between turns"
+                )
             (prompt,) = prompt
         found = [("user", prompt)]
         found += [("assistant", fields["answer"])] if "answer" in fields else []
@@ -139,8 +145,8 @@ def _turns(fields: Mapping[str, Any], name: str) -> list[tuple[str, Json]]:
 def _parsed(
     turns: list[tuple[str, Json]], media: dict[str, list[Any]], folder: Path
 ) -> tuple[list[Message], list[Media]]:
-    """Messages of parts, and the pictures and videos of a record. Where no turn has a mark, they come before the first
-    text of the user. `<image>` stands for a video in records that have videos alone (LLaVA-Video).
+    """Return messages of parts, and the pictures and videos of a record. If no turn has a mark, they come before the
+    first text of the user. `<image>` means a video in records that only have videos (LLaVA-Video).
     """
     alone = "video" if media["video"] and not media["image"] else "image"
     waiting = {kind: iter(values) for kind, values in media.items()}
@@ -171,7 +177,7 @@ def _parsed(
 
 
 def _parts(role: str, content: Json) -> Iterator[tuple[str, Any]]:
-    """(kind, text or source) of the parts of a turn; no source: the next one of the record."""
+    """Yield (kind, text or source) of the parts of a turn. Without a source, the next one of the record is used."""
     for part in content if isinstance(content, list) else [{"type": "text", "text": content}]:
         fields = {k: v for k, v in part.items() if v is not None} if isinstance(part, dict) else {}
         kind = str(fields.pop("type", None)).removesuffix("_url")
@@ -188,8 +194,8 @@ def _parts(role: str, content: Json) -> Iterator[tuple[str, Any]]:
 
 
 def _media(value: object, folder: Path, kind: str) -> Media:
-    """A picture or video: a path, the bytes of a file, or where these are."""
-    if isinstance(value, Mapping):  # as data sets keep images: the bytes, or else a path
+    """Return a picture or video as a path, the bytes of a file, or their location."""
+    if isinstance(value, Mapping):  # data sets store images as bytes, or else a path
         value = value.get("bytes") or value.get("path")
     if isinstance(value, ArchiveMember) or (isinstance(value, bytes) and value and kind == "image"):
         return value
@@ -201,24 +207,24 @@ def _media(value: object, folder: Path, kind: str) -> Media:
         except ValueError as error:
             raise ValueError(f"image: got base64 that can't be read ({error}), expected an image") from None
     if "://" in value and not value.startswith("file://"):
-        raise ValueError(f"{kind}: got {_short(value)}, expected a file: nothing is fetched from the web")
+        raise ValueError(f"{kind}: got {_short(value)}, expected a file. Nothing is downloaded")
     return folder / value.removeprefix("file://")
 
 
 def _check_order(messages: list[Message]) -> None:
-    """Raises ValueError unless turns are the user's and the assistant's by turns, each with something in it."""
+    """Raise ValueError unless turns alternate between user and assistant, and none is empty."""
     own = [message["role"] for message in messages]
     if own[:1] == ["system"]:
         own = own[1:]
     for number, role in enumerate(own or ["nobody"]):
         if role != ("user", "assistant")[number % 2]:
-            raise ValueError(f"got a turn of {role}, expected user and assistant by turns, the user first")
+            raise ValueError(f"got a turn of {role}, expected user and assistant alternately, the user first")
     for message in messages:
         texts = [part["text"] for part in message["content"] if part["type"] == "text"]
         if message["role"] == "assistant" and (len(texts) != 1 or len(message["content"]) != 1):
-            raise ValueError("got an answer that is not one text, expected one")
+            raise ValueError("got an answer that is not a single text")
         if not message["content"] or (message["role"] != "user" and not texts[0].strip()):
-            raise ValueError(f"got an empty turn of {message['role']}, expected a text")
+            raise ValueError(f"got an empty turn of {message['role']}")
 
 
 def _short(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Make a folder that `from_pretrained` loads of weights that were published as pickles in a layout of their own."""
+"""Conversion of weights published as pickles in their own layout to a folder that `from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.text_features import T5Features
 from visspec.registry import DRAFTER
 
-TEXT = "google/flan-t5-xl"  # of LlamaGen and Infinity
+TEXT = "google/flan-t5-xl"  # text encoder of LlamaGen and Infinity
 
 
 def convert(
@@ -38,27 +38,27 @@ def convert(
     drafter: str | Path | None = None,
     **options: Any,
 ) -> None:
-    """Write an image model into a new folder, with its codec, text encoder and drafter.
+    """Write an image model to a new folder, with its codec, text encoder and drafter.
 
     Args:
-        layout: a name of `visspec list layouts`; "lantern" for a drafter, whose `weights` are a folder; "anole" for one
-            in transformers' form, a folder or a hub id, that gets its codec; "safetensors" for any pickled weights,
-            which keep their names.
-        weights: the published file, or a folder of them; averaged weights are taken where it holds both.
-        out: the new folder.
-        vq: the published file, or the folder, of the codec that turns codes into pictures.
-        text: folder or hub id of the text encoder, for models that read texts by one.
-        drafter: the folder of a trained drafter for the model, such as LANTERN's.
-        options: `size`, pixels along a side of the images, and `heads`, for layouts that do not tell them.
+        layout: A name of `visspec list layouts`; "lantern" for the folder of a drafter; "anole" to add a codec to a
+            model in transformers' form, a folder or a hub id; "safetensors" for any pickled weights, which keep their
+            names.
+        weights: The published file, or a folder of files. Averaged weights are preferred if it contains both.
+        out: The new folder.
+        vq: The published file or folder of the codec that turns codes into pictures.
+        text: Folder or hub id of the text encoder, for models that need one.
+        drafter: Folder of a trained drafter for the model, such as LANTERN's.
+        options: `size`, the side of the images in pixels, and `heads`, for layouts whose weights do not determine them.
 
     Raises:
-        ValueError: for other files, with the name of the argument that is missing or wrong. Nothing stays in `out`.
+        ValueError: If files are missing or wrong; names the argument. `out` is not created then.
     """
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     target = Path(out)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"out: {target} is there already, expected a new folder")
+        raise ValueError(f"out: {target} already exists. Choose a new folder.")
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as spare,
@@ -81,7 +81,9 @@ def convert(
                 processor.save_pretrained(made)
             if drafter is not None:
                 convert_drafter(Path(drafter), made / DRAFTER)
-                registry.from_folder(made / DRAFTER, model, {}, family_of(model, processor))  # refuses another model's
+                registry.from_folder(
+                    made / DRAFTER, model, {}, family_of(model, processor)
+                )  # fails for a drafter of another model
         if target.exists():
             target.rmdir()
         made.rename(target)
@@ -89,7 +91,7 @@ def convert(
 
 @contextmanager
 def _given(spare: str, weights: str | Path, vq: str | Path | None, drafter: str | Path | None) -> Iterator[None]:
-    """Errors about the files in `spare` name what they were made from."""
+    """Replace temporary files in `spare` by their sources in error messages."""
     try:
         yield
     except ValueError as error:
@@ -109,30 +111,30 @@ def convert_drafter(folder: Path, out: Path) -> None:
     data = read_json(check_folder(out), "config.json")
     ours = data.get("kind") in {entry.checkpoint for entry in known if entry.checkpoint}
     if not ours and family_of_layout(data, set(read_shapes(out))) is None:
-        raise ValueError(f"drafter: {folder} is no drafter of image codes, expected one of LANTERN's or of ours")
+        raise ValueError(f"drafter: {folder} is not a drafter of image codes by LANTERN or by visspec.")
 
 
 def _load(
     layout: str, weights: Path, vq: str | Path | None, text: str | None, spare: Path, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """(model, processor) of published files."""
+    """Load (model, processor) from published files."""
     entry = registry.find("layout", layout)
     if vq is None:
         raise ValueError(f"vq: got none, expected the published codec of {layout} ({entry.what})")
     read = entry.load()
     given = {name: value for name, value in options.items() if value is not None}
     if strange := sorted(given.keys() - signature(read).parameters.keys()):
-        raise ValueError(f"{strange[0]}: got {given[strange[0]]}, expected none: weights of {layout} tell it")
+        raise ValueError(f"{strange[0]}: The weights of {layout} determine it. Leave it out.")
     paths = []
     for argument, path in (("weights", weights), ("vq", Path(vq))):
         if not path.exists():
-            raise ValueError(f"{argument}: there is no {path}, expected a published file or folder ({entry.what})")
+            raise ValueError(f"{argument}: {path} does not exist, expected a published file or folder ({entry.what}).")
         paths.append(safetensors_of(path, spare / argument))
     model = read(*paths, **given)
     if model.text_features:
         return model, _encoder(text, model.text_features, layout)
     if text is not None:
-        raise ValueError(f"text: got {text}, expected none: {layout} reads no text by an encoder of its own")
+        raise ValueError(f"text: {layout} has no separate text encoder. Leave it out.")
     if model.class_conditional:
         return model, None
     return model, transformers.AutoTokenizer.from_pretrained(str(weights), local_files_only=True)
@@ -146,16 +148,16 @@ def _encoder(text: str | None, width: int, layout: str) -> T5Features:
     except (OSError, ValueError) as error:
         raise ValueError(f"text: {text} could not be loaded as a text encoder, {first_line(error)}") from None
     if (found := features.encoder.config.hidden_size) != width:
-        raise ValueError(f"text: {text} gives {found} numbers a word, expected {width}, as those of {TEXT} have")
+        raise ValueError(f"text: {text} has {found} features, expected {width} as in {TEXT}.")
     return features
 
 
 def safetensors_of(path: Path, spare: Path) -> Path:
-    """The path, or for pickles a conversion of them in the new folder `spare`, with the JSON files beside them. Raises
-    ValueError for a path that is not there.
+    """Return the path, or for pickles a conversion of them in the new folder `spare`, with the JSON files next to them.
+    Raises ValueError if the path does not exist.
     """
     if not path.exists():
-        raise ValueError(f"convert: there is no {path}, expected a published file or folder")
+        raise ValueError(f"convert: {path} does not exist, expected a published file or folder.")
     files = [path] if path.is_file() else [*path.iterdir()]
     pickled = [file for file in files if file.suffix in PICKLED]
     if not pickled or any(file.suffix == ".safetensors" for file in files):

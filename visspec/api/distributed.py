@@ -1,8 +1,8 @@
 """Records made by several processes, on one machine or more: a task of Ray Data reads the sources, and a pool of actors
-makes results of groups of records.
+makes the results of groups of records.
 
-What an actor makes of a record follows from the settings and the record's id, so that it is the same whoever makes it
-and however often.
+The result of a record depends only on the settings and the record's id, so it does not matter which actor makes it, or
+how often.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ if TYPE_CHECKING:
     from ray.actor import ActorHandle
 
 EXTRA = "ray"
-DEATHS = 2  # of workers at the same record, before it is given up
-READING = 0.01  # of a processor, for the task that reads: it waits for the disk, and actors may hold all processors
-READY_S = 1800.0  # until all actors have loaded their models
+DEATHS = 2  # number of workers that may die at a record before it is skipped
+READING = 0.01  # CPU share of the reading task: it waits for the disk, and actors may hold all CPUs
+READY_S = 1800.0  # time limit for all actors to load their models
 
-Making = Callable[[Iterable[Record]], Iterator[Any]]  # of one result for each record
+Making = Callable[[Iterable[Record]], Iterator[Any]]  # one result for each record
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run. read, make: functions of `run`; done: ids of records that are there; home: of relative paths. threads:
-    processors and torch threads of each worker; gpus: of each; group: records of a call.
+    """A run. `read` and `make` are the functions of `run`, `done` has the ids of finished records, and relative paths
+    start at `home`. Each worker has `threads` CPUs and torch threads and `gpus` GPUs. `group` is the number of records
+    per call.
     """
 
     read: Callable[[], Iterator[Record]]
@@ -50,7 +51,7 @@ class Job:
 
 
 class Attempts:
-    """An actor that counts what workers have begun and not ended."""
+    """An actor that counts what workers have begun and not finished."""
 
     def __init__(self) -> None:
         self.open: Counter[str] = Counter()
@@ -61,7 +62,7 @@ class Attempts:
 
 
 class ReadTask:
-    """A task that reads all records, each id once, and gives groups of them with the ids that came before."""
+    """A task that reads all records, each id once, and yields groups of them with the ids that were repeated."""
 
     def __init__(self, job: Job):
         self.job = job
@@ -81,18 +82,18 @@ class RayWorker:
     def __init__(self, job: Job, attempts: ActorHandle):
         os.chdir(job.home)
         self.attempts, self.making = attempts, job.make()
-        if "torch" in sys.modules:  # importing it takes seconds of a worker that makes its records without
+        if "torch" in sys.modules:  # importing torch takes seconds, which workers without it can save
             sys.modules["torch"].set_num_threads(job.threads)
 
     def __call__(self, batch: Table) -> Table:
         records, twice = serializer().loads(batch["pickled"][0].as_py())
-        again = self._add(f"group of {[r.id for r in records[:1]]}", 1) > 1  # the worker that had it before has died
+        again = self._add(f"group of {[r.id for r in records[:1]]}", 1) > 1  # its previous worker has died
         return pack((list(self._one_by_one(records) if again else self.making(records)), twice))
 
     def _one_by_one(self, records: Sequence[Record]) -> Iterator[Any]:
         for record in records:
             if self._add(record.id, 1) > DEATHS:
-                died = f"{record.id}: {DEATHS} workers died at it, expected a record that can be made"
+                died = f"{record.id}: {DEATHS} workers died at this record"
                 record = replace(record, error=died)
             yield from self.making([record])
             self._add(record.id, -1)
@@ -102,12 +103,12 @@ class RayWorker:
 
 
 def serializer() -> Any:
-    """Ray's own serializer, for tables between the processes of a run. Nothing from a file is read with it."""
+    """Return Ray's own serializer, for tables passed between processes of a run. It never reads from files."""
     return importlib.import_module("ray").cloudpickle
 
 
 def pack(value: object) -> Table:
-    """A table of one row, as tasks of Ray Data exchange them."""
+    """Return a table of one row, as tasks of Ray Data exchange them."""
     arrow = importlib.import_module("pyarrow")
     return arrow.table({"pickled": arrow.array([serializer().dumps(value)], arrow.large_binary())})
 
@@ -120,10 +121,17 @@ def run(
     repeated: Callable[[str], None] = print,
     **pool: Any,
 ) -> Iterator[Any]:
-    """Results of all records that are not done, as they are ready. read: called in a task; make: in every actor, what
-    it returns makes results of records; repeated: with each id that came before; pool: as `Job`.
+    """Yield the results of all records that are not done, as they finish.
 
-    Raises ValueError with what an actor raised.
+    Args:
+        read: Yields the records; called in a task.
+        make: Called in every actor; returns the function that makes results of records.
+        done: Ids of finished records.
+        repeated: Called with each repeated id.
+        pool: Further fields of `Job`.
+
+    Raises:
+        ValueError: With the message of an actor's exception.
     """
     need("pyarrow", "--ray", EXTRA)
     ray, job = need("ray", "--ray", EXTRA), Job(read, make, done, str(Path.cwd()), **pool)
@@ -142,31 +150,31 @@ def run(
 
 
 def start(job: Job) -> None:
-    """Connect to the Ray of RAY_ADDRESS, or start one. Raises ValueError if it has too little for the workers."""
+    """Connect to the Ray of RAY_ADDRESS, or start one. Raises ValueError if it can't hold the workers."""
     ray, there = importlib.import_module("ray"), os.environ.get("RAY_ADDRESS")
     for name, value in (("RAY_USAGE_STATS_ENABLED", "0"), ("RAY_BACKEND_LOG_LEVEL", "fatal")):
         os.environ.setdefault(name, value)
     importlib.import_module("ray.data")
-    warnings.filterwarnings("ignore", "The minimum number of concurrent actors")  # one source gives many groups
+    warnings.filterwarnings("ignore", "The minimum number of concurrent actors")  # one source yields many groups
     for name in ("ray", "ray.data"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # errors are raised
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # errors are raised as exceptions
     if not ray.is_initialized():
         own = {} if there else {"num_cpus": job.workers * job.threads + 1, "include_dashboard": False}
         ray.init(address=there, logging_level="ERROR", log_to_driver=False, configure_logging=False, **own)
     has = ray.cluster_resources()
     for what, each in (("CPU", job.threads), ("GPU", job.gpus)):
         if job.workers * each > has.get(what, 0):
-            found = f"got {job.workers} of {each:g} {what} each"
-            raise ValueError(f"workers: {found}, expected at most the {has.get(what, 0):g} {what} that Ray has")
+            needed = f"{job.workers} workers need {each:g} {what} each"
+            raise ValueError(f"workers: {needed}, but Ray has {has.get(what, 0):g}")
 
 
 def results(job: Job) -> Iterator[tuple[list[Any], list[str]]]:
-    """Results of groups of records, and ids that came before."""
+    """Yield the results of groups of records, and the repeated ids."""
     ray, data = importlib.import_module("ray"), importlib.import_module("ray.data")
     context = data.DataContext.get_current()
     context.enable_progress_bars = False
     context.wait_for_min_actors_s = READY_S
-    context.target_max_block_size = 1  # a group is a block, so that actors share them
+    context.target_max_block_size = 1  # makes a block of each group, so that actors share them
     attempts = ray.remote(Attempts).options(num_cpus=0).remote()
     whole: dict[str, Any] = {"batch_size": 1, "batch_format": "pyarrow"}
     made = (
@@ -185,13 +193,13 @@ def results(job: Job) -> Iterator[tuple[list[Any], list[str]]]:
 
 
 def error_text(error: BaseException) -> str:
-    """What went wrong in an actor, in one sentence."""
+    """Return what went wrong in an actor, in one sentence."""
     found = [error]
     for one in found:  # grows
         inner = (getattr(one, "cause", None), one.__cause__, *one.args)
         found += [other for other in inner if isinstance(other, BaseException) and other not in found]
     own = next((one for one in found if isinstance(one, (ValueError, OSError)) and str(one)), None)
     if own is not None:
-        return str(getattr(own, "cause", own))  # Ray wraps it in a class of both kinds, which shows its own traceback
+        return str(getattr(own, "cause", own))  # Ray wraps the error in a class that prints its own traceback
     lines = str(error).strip().splitlines() or [""]
     return f"--ray: {type(error).__name__}: {lines[0][:300]}"

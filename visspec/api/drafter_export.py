@@ -1,4 +1,4 @@
-"""What follows the training of a drafter: its card, and its form for other engines."""
+"""The last steps of training a drafter: its card, and its export for other engines."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ tags:
 
 # A drafter for {target}
 
-Trained by visspec {visspec} (commit {git}) on {date}, {preset}, with answers of {whose}.
+Trained with visspec {visspec} (commit {git}) on {date}, {preset}, on answers of {whose}.
 
 | | |
 |---|---|
 {rows}
 
-`tau` is tokens committed a pass of the target, the bonus token among them, on {held} held-out items.
+`tau` is the number of tokens per target pass, bonus token included, on {held} held-out items.
 
 ```python
 {use}
@@ -46,7 +46,7 @@ fast = visspec.accelerate(model, {spec!r})"""
 
 
 def say(text: str) -> None:
-    """Print a sentence beside the progress bar; standard output has the figures."""
+    """Print a sentence to stderr, next to the progress bar. Standard output has the figures."""
     tqdm.write(text, file=sys.stderr)
 
 
@@ -59,10 +59,17 @@ def finish(
     use: str = USE,
     chosen: Mapping[str, Any] | None = None,
 ) -> None:
-    """What follows training, in the first process: the card of a drafter, README.md beside its weights, and its export
-    into a folder of the name `form`.
+    """Write the drafter's card, README.md, next to its weights, and export it if a `form` is given. Runs in the first
+    process.
 
-    history: validations; held: items that validate; use: code of the card; chosen: the structure and its figures.
+    Args:
+        trainer: The finished trainer.
+        history: Its validations.
+        model: The target.
+        held: Number of held-out items.
+        form: Name of the export's form, and of its folder.
+        use: Code of the card.
+        chosen: The structure of drafts and its figures.
     """
     if trainer.workers.rank:
         return
@@ -87,20 +94,31 @@ def finish(
     (folder / "README.md").write_text(CARD.format(**known), encoding="utf-8")
     if form is not None:
         registry.drafter(str(folder), model)[0].export(folder / form, form, record["target"])
-    say(f"{folder} holds the drafter, and README.md says how to use it (--drafter {folder})")
+    say(f"The drafter is in {folder}. Its README.md explains how to use it (--drafter {folder}).")
 
 
 def export(folder: str | Path, form: str, out: str | Path, target: str | None = None, **hardware: Any) -> str:
-    """Write the drafter of a folder for other engines. target: folder or hub id of the model that it was trained for
-    (default: the one that its provenance names). Returns the target's name. Raises ValueError for a drafter or a form
-    that can't be written, and for a folder `out` that holds a model.
+    """Write the drafter of a folder for other engines.
+
+    Args:
+        folder: The drafter.
+        form: The form to write.
+        out: The new folder.
+        target: Folder or hub id of its target. The default is in the drafter's provenance.
+        hardware: `device`, `dtype` and `trust_remote_code`.
+
+    Returns:
+        The target's name.
+
+    Raises:
+        ValueError: If the drafter or the form can't be written, or `out` holds a model.
     """
     if (Path(out) / CONFIG).exists():
-        raise ValueError(f"out: got {out}, which holds a model, expected a folder of its own")
+        raise ValueError(f"out: {out} already holds a model. Choose another folder.")
     known = read_json(Path(folder), PROVENANCE) if (Path(folder) / PROVENANCE).is_file() else {}
     name = target or known.get("target")
     if not isinstance(name, str):
-        raise ValueError(f"target: got none, and {folder} names none, expected the model that it was trained for")
+        raise ValueError(f"target: got none, and {folder} does not name one. Pass the model that it was trained for.")
     model, _ = loading.load(name, **hardware)
     drafter, _ = registry.drafter(folder, model)
     drafter.check_form(form)

@@ -1,4 +1,4 @@
-"""What a preset of `visspec train drafter` becomes for a target: sizes, and values that are measured on its answers."""
+"""Presets of `visspec train drafter` applied to a target: sizes, and values that are measured on its answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from visspec.types import Request
 
 
 def frequent(target, prompts: Callable[[int], Request], count: int, batches: int) -> Tensor:
-    """The `count` most frequent ids of answers to the first batches, ascending; ties by id (FR-Spec, VocabTrim)."""
+    """Return the `count` most frequent ids of answers to the first batches, ascending (FR-Spec, VocabTrim)."""
     counts = torch.zeros(target.capabilities.vocab, dtype=torch.long)
     for number in range(batches):
         lesson = capture(target, Exact(), prompts(number))
@@ -29,8 +29,9 @@ def frequent(target, prompts: Callable[[int], Request], count: int, batches: int
 
 @torch.no_grad()
 def focused_state(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
-    """The hidden state behind the layer whose attention over these prompts has the smallest entropy, the mean of heads
-    and tokens; the last layer aside (DREAM). The middle one of a model that returns no attention weights.
+    """Return the index of the hidden state after the layer whose attention over these prompts has the smallest entropy,
+    averaged over heads and tokens, without the last layer (DREAM). The middle one if the model returns no attention
+    weights.
     """
     text = model.config.get_text_config()
     before, middle = text._attn_implementation, max(text.num_hidden_layers // 2, 1)
@@ -47,7 +48,7 @@ def focused_state(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
 
 
 def of_preset(name: str | None, model, options: dict[str, Any]) -> tuple[dict[str, Any], Recipe]:
-    """Fields of the network of a preset for a model, with what is asked for in its place, and the preset."""
+    """Return the preset, and the fields of its network for a model with the user's changes."""
     found = registry.recipe(name)
     text = model.config.get_text_config()
     network, depth = {"structure": found.draft, **found.network, **options}, text.num_hidden_layers
@@ -67,9 +68,9 @@ def of_preset(name: str | None, model, options: dict[str, Any]) -> tuple[dict[st
     return network, found
 
 
-def check_preset(name: str | None, asked: dict[str, Any], found: Recipe) -> None:
-    """Raises ValueError for values that a preset has no place for."""
-    known = {*found.network, "intermediate", "structure", *(("draft_vocab",) if found.kind == "eagle" else ())}
+def check_preset(name: str | None, asked: dict[str, Any], recipe: Recipe) -> None:
+    """Raise ValueError for values that the preset does not have."""
+    known = {*recipe.network, "intermediate", "structure", *(("draft_vocab",) if recipe.kind == "eagle" else ())}
     if strange := sorted(set(asked) - known):
         where = f"with the preset {name!r}" if name else "without a preset"
         raise ValueError(f"{strange[0]}: got {asked[strange[0]]} {where}, which has no such value, expected none")

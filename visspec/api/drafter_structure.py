@@ -1,6 +1,6 @@
-"""The structure of a trained drafter's drafts, a chain or a tree of a stated size: measured, chosen and stored.
+"""The structure of a trained drafter's drafts, a chain or a tree of fixed size: measured, chosen and stored.
 
-config.json of a drafter states it, and `accelerate(model, folder)` drafts so.
+The drafter's config.json contains it, and `accelerate(model, folder)` uses it.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from visspec.io.files import write_json
 from visspec.types import Drafter, Request, State
 
 CHAIN = "tree=chain"
-TREES = ("width=3,nodes=8", "width=4,nodes=16")  # tried beside a chain and the preset's own structure
-LEAST, MOST = 4, 9  # held-out prompts that a choice takes; the first one warms up
-TOKENS = 128  # of an answer to one
-HeldOut = Callable[[float], Iterable[Request]]  # requests of a validation, by temperature
+TREES = ("width=3,nodes=8", "width=4,nodes=16")  # compared with a chain and the preset's own structure
+LEAST, MOST = 4, 9  # number of held-out prompts to compare on; the first one warms up
+TOKENS = 128  # tokens of each answer
+HeldOut = Callable[[float], Iterable[Request]]  # requests for validation, by temperature
 
 
 def name_of(structure: dict[str, Any]) -> str:
-    """A structure as options of a drafter's name."""
+    """Return a structure as options of a drafter's name."""
     return registry.joined("", structure)[1:] or CHAIN
 
 
 def measure(decode: Callable[[Request], State], requests: Iterable[Request]) -> float:
-    """tau over all requests, as in `Stats`: tokens committed per target pass, bonus token included."""
+    """Return tau over all requests, as in `Stats`: tokens per target pass, bonus token included."""
     rounds = [one for request in requests for one in decode(request).trace.rounds]
     return round(sum(sum(one.committed) for one in rounds) / max(sum(len(one.committed) for one in rounds), 1), 3)
 
 
 def taus(model: PreTrainedModel, drafter: Drafter, held_out: HeldOut) -> dict[str, float]:
-    """tau at temperature 0 and 1, decoded as by `accelerate(model, drafter, adaptive=False)`."""
+    """Return tau at temperatures 0 and 1, decoded as by `accelerate(model, drafter, adaptive=False)`."""
     decode = accelerate(model, drafter, adaptive=False, graphs=False, debug=True).setup.decode
     return {name: measure(decode, held_out(heat)) for name, heat in (("tau_greedy", 0.0), ("tau_sampled", 1.0))}
 
@@ -51,16 +51,19 @@ def choose(
 ) -> dict[str, Any]:
     """Measure structures of a saved drafter, and store the fastest one in its folder.
 
-    Each answers the same prompts in turns, under the default draft-length policy. A tree has to be faster than a chain
-    by more than the noise, the 95 % interval over prompts.
+    They answer the same prompts in turns, with the default draft-length policy. A tree must be faster than the chain by
+    more than the 95 % interval over prompts.
 
     Args:
+        model: The target.
+        folder: The drafter.
         prompts: Requests of one row, by number and temperature.
+        held_out: Requests for `taus`.
 
     Returns:
-        The structure, its speed over plain decoding, and `taus` of the folder as it is loaded; these are printed.
+        The structure, its speed relative to plain decoding, and `taus` of the loaded folder; these are also printed.
     """
-    say(f"measuring structures of drafts on {len(prompts) - 1} held-out prompts")
+    say(f"Comparing structures of drafts on {len(prompts) - 1} held-out prompts.")
     config = read_json(folder, CONFIG)
     names = list(dict.fromkeys([CHAIN, *TREES, name_of(config["structure"])]))
     setups = {name: accelerate(model, f"{folder.resolve()}:{name}").setup for name in names} | {

@@ -1,7 +1,7 @@
-"""What a training run will take of memory and time: a few of its steps, on a target of fewer layers.
+"""Estimates the memory and time of a training run from a few of its steps, with a target of fewer layers.
 
-The target is made from its configuration alone, on the device of the run, with random weights and few of its layers, so
-that everything but its layers has its real size.
+The target is built from its configuration, on the device of the run, with random weights and a few of its layers.
+Everything except the number of layers has its real size.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from visspec.types import Request, TrainedDrafter
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LAYERS, PRESET_LAYERS = 2, 8  # of the target; presets read features between several
+LAYERS, PRESET_LAYERS = 2, 8  # layers of the target; presets read features of several
 STEPS = 5
-BYTES = 16  # of a trained weight: float32, its gradient, two moments
+BYTES = 16  # bytes of a trained weight: float32, its gradient, two moments
 GB = 1e9
 
 
 def shallow(spec: str, layers: int, *, device: str, dtype: str | torch.dtype) -> tuple[PreTrainedModel, Any, dict]:
-    """(model, processor, facts of the whole) of a target without its weights, see `loading.without_weights`."""
+    """Build a target of few layers (`loading.without_weights`). Returns (model, processor, facts about the whole
+    model).
+    """
     whole = loading.without_weights(spec)
     where, local = loading.located(spec)
     config = whole.config
@@ -59,11 +61,20 @@ def measure(
     requests: int,
     whole: dict[str, int],
 ) -> dict[str, Any]:
-    """Bytes and seconds of a run. requests: that it asks the target; whole: of `shallow`.
+    """Measure bytes and seconds of a run.
 
-    "target_bytes", "drafter_bytes" (with gradients and optimiser), "group_bytes" (recorded answers), "step_bytes" (the
-    peak of a step above those; None where the system doesn't tell), "step_s", "answers_s" of a request to the shallow
-    target, "run_s" at most: as if all of `answers_s` grew with the layers.
+    Args:
+        model: The shallow target.
+        drafter: The drafter.
+        prompts: Requests by number.
+        options: The training options.
+        requests: Number of requests to the target in the whole run.
+        whole: Facts about the whole model, from `shallow`.
+
+    Returns:
+        "target_bytes", "drafter_bytes" (with gradients and optimiser), "group_bytes" (recorded answers), "step_bytes"
+            (the additional peak of a step; None if unknown), "step_s", "answers_s" of a request to the shallow target,
+            and "run_s", an upper bound that scales all of `answers_s` with the layers.
     """
     target = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
     trainer = Trainer(target, drafter, Exact(), prompts, replace(options, group=1), "unused", {})
@@ -77,30 +88,31 @@ def measure(
             trainer.update(lessons)
 
     with trainer.training():
-        trainer.update(lessons)  # makes the optimiser's state
+        trainer.update(lessons)  # creates the optimiser's state
         step_bytes, step_s = peak_above(model.device, lambda: seconds_of(steps, wait)[0] / STEPS)
     run_s = options.steps * step_s + requests * answers_s * whole["depth"] / whole["layers"]
     found = {"parameters": count, "drafter_bytes": count * BYTES, "group_bytes": recorded * options.group}
     return whole | found | {"step_bytes": step_bytes, "step_s": step_s, "answers_s": answers_s, "run_s": run_s}
 
 
-def describe(found: dict[str, Any], options: TrainingOptions, device: str) -> str:
-    """The figures of `measure` as lines to read."""
+def describe(figures: dict[str, Any], options: TrainingOptions, device: str) -> str:
+    """Format the figures of `measure` as text."""
     parts = {
-        "target": f"weights of {found['depth']} layers",
-        "drafter": f"{found['parameters'] / 1e6:,.1f} M parameters, gradients, optimiser",
+        "target": f"weights of {figures['depth']} layers",
+        "drafter": f"{figures['parameters'] / 1e6:,.1f} M parameters, gradients, optimiser",
         "group": "recorded answers of a group",
         "step": f"the peak of a step, {options.rows} answers, above these",
     }
-    sizes = {name: found[f"{name}_bytes"] for name in parts}
+    sizes = {name: figures[f"{name}_bytes"] for name in parts}
     lines = [f"{name:8}{_gb(sizes[name])}  {about}" for name, about in parts.items()]
     total = None if None in sizes.values() else sum(sizes.values())
     return "\n".join(
         [
             *lines,
             f"in all  {_gb(total)}",
-            f"a step {found['step_s']:.2f} s, answers to a batch {found['answers_s']:.2f} s with {found['layers']} of"
-            f" {found['depth']} layers on {device}; {options.steps:,} steps {found['run_s'] / 3600:,.1f} h at most",
+            f"a step {figures['step_s']:.2f} s, answers to a batch {figures['answers_s']:.2f} s with"
+            f" {figures['layers']} of {figures['depth']} layers on {device};"
+            f" {options.steps:,} steps {figures['run_s'] / 3600:,.1f} h at most",
         ]
     )
 

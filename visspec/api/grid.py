@@ -1,4 +1,4 @@
-"""Pictures of results: images side by side with captions, and maps of where each token came from."""
+"""Pictures of results: grids of images with captions, and maps of token origins."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MARGIN = 8
 
 
 def grid(images: Sequence[Image.Image], captions: Sequence[str] = (), columns: int | None = None) -> Image.Image:
-    """Images of one size in rows, each caption below its image, wrapped. Without `columns` about square."""
+    """Arrange images of one size in rows, each with a wrapped caption below it. By default the grid is about square."""
     columns = columns or round(len(images) ** 0.5)
     width, height = images[0].size
     font = font_of(max(9, width // 9))
@@ -34,14 +34,14 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str] = (), columns: i
 
 @cache
 def font_of(size: int) -> ImageFont.FreeTypeFont:
-    """Pillow's own font in a size, in pixels."""
+    """Return Pillow's own font in a size in pixels."""
     font = ImageFont.load_default(size)
-    assert isinstance(font, ImageFont.FreeTypeFont)  # as of every font that is asked for by size
+    assert isinstance(font, ImageFont.FreeTypeFont)  # true for every size
     return font
 
 
 def wrap_text(text: str, font, width: int) -> list[str]:
-    """Words in lines of at most `width` pixels; a longer word stands alone."""
+    """Wrap words to lines of at most `width` pixels. A longer word gets its own line."""
     lines: list[str] = []
     for word in text.split():
         longer = f"{lines[-1]} {word}" if lines else word
@@ -53,6 +53,6 @@ def wrap_text(text: str, font, width: int) -> list[str]:
 
 
 def origin_image(origins: np.ndarray, side: int) -> Image.Image:
-    """A map of token origins (rows, columns; indices into the keys of `stats.COLOURS`) as an image of `side` pixels."""
+    """Draw a map of token origins (rows, columns; indices into `stats.COLOURS`) as an image of `side` pixels."""
     palette = np.array([ImageColor.getrgb(colour) for colour in COLOURS.values()], np.uint8)
     return Image.fromarray(palette[origins]).resize((side, side), Image.Resampling.NEAREST)

@@ -1,4 +1,4 @@
-"""One call of an `ImagePipeline`: its arguments, checked; callbacks and interruption; its output."""
+"""One call of an `ImagePipeline`: its checked arguments, callbacks and interruption, and its output."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected, given
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
-TENSORS = ("latents", "tokens")  # what a callback may ask for
+TENSORS = ("latents", "tokens")  # tensors that a callback may request
 
 
 @dataclass
 class ImageOutput:
-    """Output of a call. The type of `images` depends on `output_type`; lists have one entry per image. For a call "np"
-    is one array (B, H, W, 3) and "pt" one tensor (B, 3, H, W), as in diffusers; `stream` yields lists.
+    """Output of a call. Lists have one entry per image.
 
-    maps: (rows, columns) uint8 arrays, indices into ORIGINS; passes: (rows, columns) int32, the target pass that gave
-    each token (0 is the prefill and given codes). Of images drawn scale by scale, both are (1, scales) and the latents
-    are the codes of all scales, (T,).
+    The type of `images` depends on `output_type`. For a call, "np" is one array (B, H, W, 3) and "pt" one tensor (B, 3,
+    H, W), as in diffusers; `stream` yields lists. `maps` are (rows, columns) uint8 arrays with indices into ORIGINS.
+    `passes` (rows, columns) int32 has the target pass that produced each token (0 is the prefill, and known codes). For
+    images drawn scale by scale, both are (1, scales) and the latents are the codes of all scales, (T,).
     """
 
     images: list[Any] = field(default_factory=list)
@@ -48,8 +48,8 @@ class ImageOutput:
     passes: list[np.ndarray] = field(default_factory=list)
     prompts: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
-    stats: list[Stats] = field(default_factory=list)  # one a batch
-    traces: list[Trace] = field(default_factory=list, repr=False)  # the same, round by round
+    stats: list[Stats] = field(default_factory=list)  # one per batch
+    traces: list[Trace] = field(default_factory=list, repr=False)  # one per batch
 
     def extend(self, other: ImageOutput) -> None:
         for name in self.__dataclass_fields__:
@@ -62,7 +62,7 @@ class Interrupted(Exception):
 
 @dataclass(frozen=True)
 class ImageRequest:
-    """Arguments of `ImagePipeline.__call__`, which describes them. Raises ValueError for what no model can draw."""
+    """Arguments of `ImagePipeline.__call__`. Raises ValueError for arguments that no model supports."""
 
     prompt: str | Sequence[str]
     image: Pictures | None = None
@@ -91,7 +91,7 @@ class ImageRequest:
         if not self.texts:
             raise ValueError(f"prompt: got {self.prompt!r}, expected a text or a list of texts")
         if odd := [text for text in self.texts if text.encode(errors="replace").decode() != text]:
-            raise ValueError(f"prompt: got {odd[0]!r}, expected a text that UTF-8 can hold")  # tokenizers: TypeError
+            raise ValueError(f"prompt: got {odd[0]!r}, expected a text that UTF-8 can encode")  # tokenizers: TypeError
         for name in ("num_images_per_prompt", "batch_size"):
             if not isinstance(count := getattr(self, name), int) or count < 1:
                 raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1")
@@ -106,11 +106,10 @@ class ImageRequest:
 
     @property
     def texts(self) -> list[str]:
-        """The prompts."""
         return [self.prompt] if isinstance(self.prompt, str) else list(self.prompt)
 
     def each(self, of_prompts: Sequence[str]) -> list[str]:
-        """What belongs to the prompts, for every image."""
+        """Repeat items of the prompts for every image."""
         return [one for one in of_prompts for _ in range(self.num_images_per_prompt)]
 
 
@@ -119,15 +118,15 @@ class ImageBatch:
     """Images that are drawn together."""
 
     texts: list[str]
-    negatives: list[str] | None  # one for each text, "" for the model's own unconditional prompt; None: all its own
+    negatives: list[str] | None  # one for each text, "" for the model's unconditional prompt; None: all are the model's
     prompt: EncodedPrompt
     seeds: list[int]
-    picture: InpaintingStart | None = None  # that they start from
+    picture: InpaintingStart | None = None  # picture to inpaint
 
 
 @dataclass(eq=False)
 class ImageJob:
-    """A checked call with everything it needs from the pipeline; other threads only affect it through `interrupt`."""
+    """A checked call with everything it needs from the pipeline. Other threads only affect it through `interrupt`."""
 
     request: ImageRequest
     sampling: Sampling
@@ -136,11 +135,11 @@ class ImageJob:
     setup: DecodingSetup
     batches: list[ImageBatch]
     interrupt: bool = False
-    thread: int = field(default_factory=threading.get_ident)  # that runs it, or ran its latest batch
+    thread: int = field(default_factory=threading.get_ident)  # the thread that runs it, or ran its latest batch
 
     @property
     def tokens(self) -> int:
-        """Number of tokens that all images together have to get."""
+        """Total number of tokens to generate."""
         return sum(
             len(one.texts) * self.layout.positions if one.picture is None else sum(one.picture.drawn)
             for one in self.batches
@@ -149,7 +148,7 @@ class ImageJob:
 
 @dataclass
 class ProgressCallback:
-    """Called after every round: progress, the callback, and the state for early termination."""
+    """Runs after every round: updates the progress bar, calls the callback, and keeps the state for interruption."""
 
     pipeline: ImagePipeline
     job: ImageJob
@@ -167,19 +166,19 @@ class ProgressCallback:
             handed = {"state": state, **tensors}
             back = asked.callback_on_step_end(self.pipeline, len(state.trace.rounds), self.tokens, dict(handed)) or {}
             if changed := [name for name, value in back.items() if value is not handed.get(name)]:
-                raise ValueError(f"callback_on_step_end: got another {changed[0]!r} back, expected it unchanged")
+                raise ValueError(f"callback_on_step_end: The callback changed {changed[0]!r}, which is read-only.")
         if self.job.interrupt:
             raise Interrupted
 
 
 def origin_map(origin: list[str], layout: ImageLayout) -> np.ndarray:
-    """Origin of each code, (rows, columns) uint8 indices into ORIGINS."""
+    """Return the origin of each code, (rows, columns) uint8 indices into ORIGINS."""
     kinds = np.array([ORIGINS.index(o) for o in origin], np.uint8)
     return layout.placed(kinds)
 
 
 def pass_numbers(origin: list[str]) -> list[int]:
-    """The target pass that gave each token in raster order: a pass ends with a token that was not drafted."""
+    """Return the target pass of each token in raster order. A pass ends with a token that was not drafted."""
     passes, now = [], 0
     for kind in origin:
         passes.append(now)
@@ -193,14 +192,16 @@ def pass_numbers(origin: list[str]) -> list[int]:
 def negatives_of(
     given: str | Sequence[str] | None, texts: list[str], guidance: float, family: Family
 ) -> list[str] | None:
-    """A negative prompt for each text, None for the model's own. Raises ValueError where it would change nothing."""
+    """Return a negative prompt for each text; None for the model's own. Raises ValueError if it would have no
+    effect.
+    """
     if given is None:
         return None
     found = [given] * len(texts) if isinstance(given, str) else list(given)
     if len(found) != len(texts):
         raise ValueError(f"negative_prompt: got {len(found)} texts, expected {len(texts)}, one for each prompt")
     why = "" if family.guided else f"{family.name} has no unconditional prompt"
-    why = why or ("without guidance (guidance_scale 1) nothing is drawn away from it" if guidance == 1.0 else "")
+    why = why or ("it has no effect without guidance (guidance_scale 1)" if guidance == 1.0 else "")
     worded = [text for text in found if text.strip()]
     if why and worded:
         raise ValueError(f"negative_prompt: got {worded[0]!r}, expected None: {why}")
@@ -208,7 +209,7 @@ def negatives_of(
 
 
 def warn_of_words(processor: Processor | None, **texts: list[str]) -> None:
-    """A warning for prompts with words that no image will show."""
+    """Warn about words in prompts that the model does not know."""
     for name, those in texts.items():
         if words := requests.unknown_words(processor, those):
             expected = "expected words that the model was taught, no image will show others"
@@ -218,7 +219,7 @@ def warn_of_words(processor: Processor | None, **texts: list[str]) -> None:
 def encode_prompts(
     family: Family, texts: list[str], negatives: list[str] | None, layout: ImageLayout, guidance: float
 ) -> EncodedPrompt:
-    """Prompts and negative prompts as the family reads them. Raises ValueError as `family.check`."""
+    """Encode prompts and negative prompts for the family. Raises ValueError as `family.check`."""
     found = prompt_of(family, texts, guidance != 1.0, layout, negatives)
     try:
         family.check(found, layout, guidance)
@@ -226,12 +227,12 @@ def encode_prompts(
         if negatives is None:
             raise
         family.check(family.prompt(texts, guidance != 1.0, layout), layout, guidance)
-        raise ValueError(f"negative_{error}") from None  # the prompts alone pass
+        raise ValueError(f"negative_{error}") from None  # the prompts alone are valid
     return found
 
 
 def sampling_of(given: Mapping[str, Any], model: nn.Module, family: Family) -> Sampling:
-    """A call's settings, the model's own where it gives None. Raises ValueError as `Sampling` does."""
+    """Return the sampling parameters of a call, by default the model's. Raises ValueError as `Sampling`."""
     own = getattr(model, "generation_config", None)
     usual = {"guidance_scale": family.default_guidance, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     values: dict[str, Any] = {}
@@ -243,13 +244,13 @@ def sampling_of(given: Mapping[str, Any], model: nn.Module, family: Family) -> S
     return sampling
 
 
-# --- what a callback is handed ----------------------------------------------------------------------------------------
+# --- tensors for callbacks --------------------------------------------------------------------------------------------
 
 
 def tensors_so_far(state: State, layout: ImageLayout, names: Sequence[str]) -> dict[str, Tensor]:
-    """Codes of the batch after a round, int64 on the CPU, -1 where there is none yet: "tokens" (B, rows * columns),
-    "latents" (B, rows, columns); vectors of d numbers have one dimension more and are NaN where there is none. Orders
-    that are not raster show theirs at the end.
+    """Return the codes of a batch after a round, int64 on the CPU, -1 where there is none yet. "tokens" is (B, rows *
+    columns), "latents" (B, rows, columns). Vectors of d numbers have one more dimension and are NaN where there is
+    none. Orders other than raster only have codes at the end.
     """
     if not names:
         return {}

@@ -1,4 +1,4 @@
-"""`ImagePipeline`: image generation in diffusers' conventions, on autoregressive models loaded with transformers."""
+"""`ImagePipeline`: accelerated autoregressive image generation with the conventions of diffusers."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from visspec.models.lowres.drafter import LowRes
 from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, DrafterTraits, Order, Processor, Request, Sampling, State, Target
 
-# of the constructor
+# arguments of the constructor
 PARTS = (
     "model",
     "processor",
@@ -65,17 +65,30 @@ logger = logging.getLogger(__name__)
 class ImagePipeline:
     """Accelerated image generation with a loaded model. The model is not changed.
 
-    model, processor: as transformers loads them. drafter, acceptance, levels: as in `visspec.accelerate`; they can
-    be overridden per call. By default the family's: "jacobi" and "exact", for vectors "none" and "coupled". parts:
-    additional parts of some families (a codec, a style, a negative prompt). order: order of decoding, raster by
-    default; of any-order models "halton" by default, "spread", "raster" or a list of places. compile, graphs, debug: as
-    in `visspec.accelerate`. batch_invariant: as there, in raster order; vectors and what relaxed rules accept are drawn
-    one image at a time then. preset: a published method by name (`visspec list presets`), or a file that
-    `visspec tune` wrote; arguments given beside it win. Raises ValueError if the parts are incompatible.
+    Args:
+        model: A loaded model.
+        processor: Its processor, as transformers loads it.
+        drafter: As in `visspec.accelerate`. The default depends on the model: "jacobi", for vectors "none". Like
+            `acceptance` and `order`, it can be overridden per call.
+        acceptance: As in `visspec.accelerate`. The default is "exact", for vectors "coupled".
+        levels: Maximum draft depth.
+        parts: Additional parts of some families (a codec, a style, a negative prompt).
+        order: Order of decoding, "raster" by default. For any-order models "halton" (default), "spread", "raster" or a
+            list of places.
+        compile: As in `visspec.accelerate`.
+        graphs: As in `visspec.accelerate`.
+        preset: A published method (`visspec list presets`), or a file that `visspec tune` wrote. Other arguments take
+            precedence.
+        debug: As in `visspec.accelerate`.
+        batch_invariant: As in `visspec.accelerate`, in raster order. With vectors or relaxed rules, images are drawn
+            one at a time.
+
+    Raises:
+        ValueError: If the parts are incompatible.
     """
 
     model: Any
-    _callback_tensor_inputs = image_call.TENSORS  # as diffusers spells it
+    _callback_tensor_inputs = image_call.TENSORS  # the attribute's name in diffusers
 
     def __init__(
         self,
@@ -102,7 +115,7 @@ class ImagePipeline:
         self._progress: dict[str, Any] = {}
         self._home: torch.device | None = None
         self._lock, self._inside = threading.RLock(), 0
-        self._jobs: list[ImageJob] = []  # of the running calls
+        self._jobs: list[ImageJob] = []  # of running calls
         self._renew()
         if preset is not None:
             found = registry.preset(preset, self.family.draws, model)
@@ -119,14 +132,19 @@ class ImagePipeline:
     def from_pretrained(
         cls, where: str | None = None, *, device: str = "auto", dtype: str | torch.dtype = "auto", **options
     ):
-        """Load a folder, a hub id or an included model by name (None: the one that draws). Safetensors only; `options`
-        as in the constructor, and `trust_remote_code` (off). dtype (or diffusers' `torch_dtype`): a name or a torch
-        dtype. Drafter, acceptance, levels and parts that `save_pretrained` wrote are read too; those given here win.
+        """Load a model, with the settings and parts that `save_pretrained` wrote.
+
+        Args:
+            where: Folder, hub id or name of an included model. None is the included model that draws. Only safetensors
+                are read.
+            device: As in `visspec.api.loading.load`.
+            dtype: Name or torch dtype; diffusers' `torch_dtype` works too.
+            options: Arguments of the constructor, which override saved ones, and `trust_remote_code` (off).
         """
         remote, dtype = options.pop("trust_remote_code", False), options.pop("torch_dtype", dtype)
         where = where or included.image_model()
         if (preset := options.get("preset")) and not str(preset).endswith(".json"):
-            registry.find("preset", preset)  # before the model is loaded
+            registry.find("preset", preset)  # fails before the model is loaded
         options = saving.read(str(where), options)
         if (whole := load_diffusers(where, device=device, dtype=dtype)) is not None:
             options["parts"] = {"diffusion": whole} | (options.get("parts") or {})
@@ -136,11 +154,11 @@ class ImagePipeline:
 
     @property
     def components(self) -> dict[str, Any]:
-        """What it was made from: `ImagePipeline(**pipe.components)` is another one that shares the weights."""
+        """The constructor's arguments. `ImagePipeline(**pipe.components)` shares the weights."""
         return {name: getattr(self, name) for name in PARTS}
 
     def with_parts(self, parts: dict[str, Any]) -> ImagePipeline:
-        """A pipeline of the same weights with these parts in place of its own; itself for none."""
+        """Return a pipeline with the same weights and these parts in place of its own; itself if there are none."""
         return type(self)(**self.components | {"parts": self.parts | parts}) if parts else self
 
     @property
@@ -153,8 +171,8 @@ class ImagePipeline:
 
     @property
     def interrupt(self) -> bool:
-        """If set by a callback, its call ends and returns the finished images. If set in a thread that runs no call of
-        this pipeline, all running calls end. It is False when a call begins.
+        """Set this in a callback to end its call early with the finished images. Set in another thread, it ends all
+        running calls. It is reset when a call begins.
         """
         return any(job.interrupt for job in self._interruptible())
 
@@ -163,34 +181,40 @@ class ImagePipeline:
         for job in self._interruptible():
             job.interrupt = bool(value)
 
-    _interrupt = interrupt  # name used by callbacks for diffusers
+    _interrupt = interrupt  # name that diffusers callbacks use
 
     def _interruptible(self) -> list[ImageJob]:
-        """The latest call of the current thread, or all running calls if the thread runs none."""
+        """Return the latest call of the current thread, or all running calls if the thread runs none."""
         jobs = list(self._jobs)
         return [job for job in jobs if job.thread == threading.get_ident()][-1:] or jobs
 
     def save_pretrained(self, folder: str | Path, **options) -> None:
         """Write model, processor, drafter, acceptance, levels and parts that are texts, for `from_pretrained`.
-        `options` go to the model's own. Raises ValueError, before anything is written, for what can't be written so.
+
+        Args:
+            folder: The folder to write to.
+            options: Options of the model's own `save_pretrained`.
+
+        Raises:
+            ValueError: If something can't be saved. Nothing is written then.
         """
         saving.save(folder, self.components, self.family, **options)
 
     def to(self, *args, **kwargs) -> ImagePipeline:
-        """Move or cast the model and its parts; drafters and rules are rebuilt at the next call."""
+        """Move or cast the model and its parts like `nn.Module.to`. Drafters and rules are rebuilt at the next call."""
         with self._lock:
             self._move(*args, **kwargs)
             self._renew()
         return self
 
     def _move(self, *args, **kwargs) -> None:
-        with torch.inference_mode(False):  # weights moved in inference mode can't be trained
+        with torch.inference_mode(False):  # weights moved in inference mode could not be trained
             for part in (self.model, self.processor, *self.parts.values()):
                 if hasattr(part, "to"):
                     part.to(*args, **kwargs)
 
     def _renew(self) -> None:
-        """Rebuild what depends on the weights: the family now, setups when needed."""
+        """Rebuild what depends on the weights: the family now, setups on demand."""
         with torch.inference_mode(False), torch.no_grad():
             self.family: Family = family_of(self.model, self.processor, **self.parts)
         self._made_of = (self.model.device, self.model.dtype)
@@ -199,7 +223,7 @@ class ImagePipeline:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Keeps weights and everything built from them on the right device and dtype during calls."""
+        """Keep weights, and everything built from them, on the right device and dtype during calls."""
         with self._lock:
             if self._home is not None and not self._inside:
                 self._move(self._home)
@@ -215,11 +239,11 @@ class ImagePipeline:
                     self._move("cpu")
 
     def set_progress_bar_config(self, **options) -> None:
-        """Arguments for tqdm, `disable=True` among them."""
+        """Set arguments of tqdm, such as `disable=True`."""
         self._progress = options
 
     def enable_model_cpu_offload(self, device: str | torch.device = "cuda") -> None:
-        """Keep the weights on the CPU between calls and on `device` during calls."""
+        """Keep the weights on the CPU, and on `device` only during calls."""
         with self._lock:
             self._home = torch.device(device)
             if not self._inside:
@@ -228,32 +252,35 @@ class ImagePipeline:
     def __call__(
         self, prompt, image=None, mask_image=None, *, return_dict: bool = True, **options: Any
     ) -> ImageOutput | Any:
-        """Generate `num_images_per_prompt` images for every prompt.
+        """Generate images.
 
-        guidance_scale, temperature, top_k and top_p default to the model's generation settings; temperature 0
-        is greedy. seed: image i of the call uses seed + i, or its entry of a list; an image does not depend on its
-        batch. callback_on_step_end(pipeline, round, tokens, {"state": ...}) runs after every pass of the
-        target; setting `pipeline.interrupt` in it ends this call. After a KeyboardInterrupt the finished images are in
-        `last_output`, including those of the interrupted batch. output_type: pil; np (B, H, W, 3) and pt (B, 3, H, W)
-        in [0, 1]; latent for codes only. return_dict=False gives a tuple, (images,).
+        Args:
+            prompt: A text, or a list of texts.
+            image: Picture to inpaint, for any-order models: one for all prompts or one for each, as PIL images, arrays
+                (H, W, 3) or tensors (3, H, W) in [0, 1] of the model's size, or codes (rows, columns).
+            mask_image: Mask of one channel or none, white where the picture is drawn again. Other pixels and codes are
+                kept.
+            return_dict: False returns a tuple, (images,).
+            negative_prompt: What guidance leads away from: one text or one for each prompt. "" is the empty prompt,
+                None the model's own.
+            num_images_per_prompt: Number of images for each prompt.
+            guidance_scale, temperature, top_k, top_p: Sampling parameters, by default the model's; temperature 0 is
+                greedy.
+            seed: Image i uses seed + i, or its entry of a list. An image does not depend on its batch.
+            output_type: "pil"; "np" (B, H, W, 3) or "pt" (B, 3, H, W) in [0, 1]; "latent" for codes only.
+            preset: A published method or a file, as in the constructor. Other arguments take precedence.
+            callback_on_step_end: Called as (pipeline, round, tokens, {"state": ...}) after every pass of the target.
+            callback_on_step_end_tensor_inputs: Read-only tensors for the callback: "latents" (B, rows, columns) and
+                "tokens" (B, rows * columns), -1 where there is no code yet.
 
-        image, mask_image: inpainting, of any-order models. Where the mask is white the image is drawn again, everything
-        else stays as it is, pixels and codes. One for all prompts or one for each: PIL images, arrays (H, W, 3) and
-        tensors (3, H, W) in [0, 1], of the model's size; an image may also be codes (rows, columns), a mask has one
-        channel or none.
-
-        preset: a published method by name (`visspec list presets`), or a file that `visspec tune` wrote; drafter,
-        acceptance and order given beside it win.
-
-        negative_prompt: what guidance leads away from, one text or one for each prompt; "" is the prompt without words,
-        None the model's own. callback_on_step_end_tensor_inputs: "latents", codes (B, rows, columns), and "tokens",
-        (B, rows * columns), -1 where none is yet, are handed beside the state; to change them is refused.
+        Returns:
+            The images. After a KeyboardInterrupt the finished ones are in `last_output`.
         """
         out = self.draw(ImageRequest(prompt, image, mask_image, **options))
         return out if return_dict else (out.images,)
 
     def draw(self, request: ImageRequest) -> ImageOutput:
-        """The images of a request, as of a call."""
+        """Draw the images of a request, as `__call__` does."""
         out = self.last_output = ImageOutput()
         for part in self._parts(request):
             out.extend(part)
@@ -263,7 +290,7 @@ class ImagePipeline:
         return out
 
     def stream(self, prompt: str | Sequence[str], **options: Any) -> Iterator[ImageOutput]:
-        """Like `__call__`, but yields each batch when it is finished."""
+        """Like `__call__`, but yield each batch when it is finished."""
         yield from self._parts(ImageRequest(prompt, **options))
 
     def _parts(self, request: ImageRequest) -> Iterator[ImageOutput]:
@@ -283,7 +310,7 @@ class ImagePipeline:
             try:
                 with self.progress_bar(job.tokens) as bar:
                     while job.batches:
-                        batch = job.batches.pop(0)  # its prompts are let go when it is drawn
+                        batch = job.batches.pop(0)  # frees its prompts when it is drawn
                         job.thread = threading.get_ident()
                         part, stop = self._batch(job, batch, bar)
                         yield part
@@ -298,7 +325,7 @@ class ImagePipeline:
         return tqdm(total=total, unit="tok", **({"leave": False} | self._progress))
 
     def _job(self, request: ImageRequest) -> ImageJob:
-        """Checks what depends on the model, before any pass, and encodes prompts and pictures."""
+        """Check what depends on the model, before any pass, and encode prompts and pictures."""
         family, texts = self.family, request.texts
         sampling = self.sampling(request.guidance_scale, request.temperature, request.top_k, request.top_p)
         layout = family.layout(request.height, request.width)
@@ -308,7 +335,7 @@ class ImagePipeline:
         order = self.order if request.order is None else request.order
         drafter = self.drafter if request.drafter is ... else request.drafter
         setup = self.setup(drafter, self.acceptance if request.acceptance is None else request.acceptance, order)
-        by_itself = self.batch_invariant and not setup.rule.traits.keeps_tokens  # as drafts change what is drawn
+        by_itself = self.batch_invariant and not setup.rule.traits.keeps_tokens  # since drafts change what is drawn
         size, each = 1 if by_itself else request.batch_size, request.each(texts)
         parts = [slice(start, start + size) for start in range(0, len(each), size)]
         of_each = None if negatives is None else request.each(negatives)
@@ -329,20 +356,20 @@ class ImagePipeline:
         return ImageJob(request, sampling, layout, family, setup, batches)
 
     def sampling(self, guidance_scale, temperature, top_k, top_p) -> Sampling:
-        """The call's settings, with the model's defaults. Raises ValueError for invalid values."""
+        """Return the call's sampling parameters with the model's defaults. Raises ValueError for invalid values."""
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         return image_call.sampling_of(given, self.model, self.family)
 
     def setup(self, drafter, acceptance, order=None) -> DecodingSetup:
-        """A drafter, a rule and an order, by name or as objects, with the target; cached, to reuse measured lengths."""
-        if not isinstance(order, str | Order | None):  # a list of places, by value
+        """Return the setup for a drafter, a rule and an order. It is cached, to reuse measured draft lengths."""
+        if not isinstance(order, str | Order | None):  # lists of places are compared by value
             order = tuple(order.tolist() if isinstance(order, torch.Tensor) else order)
         asked = (drafter, acceptance, order)
         key = tuple(x if isinstance(x, str | tuple | None) else id(x) for x in asked)
         with self._lock:
             if key not in self._built:
-                with torch.inference_mode(False), torch.no_grad():  # what is built in a call may be trained later
-                    # stored with the given objects, so that their ids are not reused
+                with torch.inference_mode(False), torch.no_grad():  # modules built here may be trained later
+                    # keeps the objects alive, so that their ids are not reused
                     self._built[key] = (self._build(*asked), asked)
             return self._built[key][0]
 
@@ -375,7 +402,7 @@ class ImagePipeline:
         return setup
 
     def _drafter(self, spec) -> tuple[Any, str]:
-        """A drafter, by name or as it is, and its name."""
+        """Return a drafter, created by name or as it is, and its name."""
         if isinstance(spec, nn.Module):
             raise ValueError(
                 f"drafter: got a {type(spec).__name__}, expected a drafter or its name; a smaller image model drafts as"
@@ -384,7 +411,7 @@ class ImagePipeline:
         if not isinstance(spec, str) or spec.partition(":")[0] != "lowres":
             return registry.drafter(spec, self.model, self.family)
         name, options = registry.parse(spec)
-        dtype = str(self.model.dtype).removeprefix("torch.")  # codebooks are compared
+        dtype = str(self.model.dtype).removeprefix("torch.")  # dtypes must match to compare codebooks
         own = options.pop("model", included.made_for("lowres", self.model))
         if own is None:
             raise ValueError(f"drafter: none is included for {spec!r} here, expected lowres:model=FOLDER")
@@ -396,7 +423,7 @@ class ImagePipeline:
         return registry.make("drafter", name, LowRes, options, partial(LowRes, family_of(*sibling))), name
 
     def _batch(self, job: ImageJob, batch: ImageBatch, bar: tqdm) -> tuple[ImageOutput, BaseException | None]:
-        """The finished images of a batch, and the exception that ended it early."""
+        """Return the finished images of a batch, and the exception that ended it early, if any."""
         prompt, layout, setup = batch.prompt, job.layout, job.setup
         request = Request(
             inputs=prompt,
@@ -430,7 +457,7 @@ class ImagePipeline:
         return self._output(job, batch, state), stop
 
     def _output(self, job: ImageJob, batch: ImageBatch, state: State) -> ImageOutput:
-        """The finished rows, also of an interrupted batch."""
+        """Return the finished rows, also of an interrupted batch."""
         # a KeyboardInterrupt may occur between appending tokens and origins
         whole = [[state.request.of(b)[0].max_new_tokens] * 2 for b in range(len(batch.texts))]
         rows = zip(state.tokens, state.trace.origin)

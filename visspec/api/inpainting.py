@@ -1,7 +1,7 @@
-"""Inpainting in diffusers' convention: a picture, and a mask that is white where it is to be drawn again.
+"""Inpainting with the conventions of diffusers: a picture, and a mask that is white where it is drawn again.
 
-A code is drawn again if any pixel that it stands for is white. The other codes are those of the whole picture, also of
-what is under the mask, and come before all drawn ones in the order; black pixels of the result are the picture's own.
+A code is drawn again if any of its pixels is white. The other codes are those of the whole picture, including what is
+under the mask, and come before all drawn codes in the order. Black pixels of the result are those of the picture.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.nn import functional as F
 from visspec.models.image_codes.target import Family, ImageLayout
 from visspec.types import FREE
 
-Picture = Image.Image | np.ndarray | Tensor  # or its codes, as a tensor
+Picture = Image.Image | np.ndarray | Tensor  # or a tensor of its codes
 Pictures = Picture | list[Picture] | tuple[Picture, ...]
-WHITE = 0.5  # and more, as diffusers binarises masks
+WHITE = 0.5  # white from here on, as in diffusers
 FROM = "a PIL image, an array (height, width, 3) in 0..1 or 0..255 of uint8, a tensor (3, height, width) in 0..1, codes"
 
 
 @dataclass(frozen=True)
 class InpaintingStart:
-    """What a call starts from, for n images: codes (n, rows * columns) int64, FREE where they are to be drawn; pixels
-    (n, 3, height, width) in 0..1; white (n, 1, height, width) bool. All on the CPU.
+    """The known part of n images, on the CPU. `codes` (n, rows * columns) int64 are FREE where they will be drawn,
+    `pixels` are (n, 3, height, width) in 0..1, `white` is (n, 1, height, width) bool.
     """
 
     codes: Tensor
@@ -35,16 +35,16 @@ class InpaintingStart:
     white: Tensor
 
     def of(self, rows: slice) -> InpaintingStart:
-        """Some of the images."""
+        """Return the start of some of the images."""
         return InpaintingStart(self.codes[rows], self.pixels[rows], self.white[rows])
 
     @property
     def drawn(self) -> list[int]:
-        """Number of codes to draw, by image."""
+        """Return the number of codes to draw, by image."""
         return (self.codes == FREE).sum(dim=1).tolist()
 
     def put(self, pixels: Tensor, images: list[int]) -> Tensor:
-        """Drawn pixels (B, 3, height, width) of some images with the picture's own outside of the mask."""
+        """Replace pixels outside of the mask by the picture's own, in drawn pixels (B, 3, height, width)."""
         return torch.where(self.white[images], pixels.float(), self.pixels[images])
 
 
@@ -57,16 +57,19 @@ def picture_of(
     copies: int,
     device: torch.device,
 ) -> InpaintingStart | None:
-    """The checked picture of a call with so many prompts, and so many images of each; None without one. Raises
-    ValueError in one sentence, before any pass of the model; pictures are encoded here.
+    """Check and encode the picture of a call, given its number of prompts and of images for each. None if there is no
+    picture.
+
+    Raises:
+        ValueError: If it does not fit the model, before any pass.
     """
     for name, given, other in (("image", image, mask), ("mask_image", mask, image)):
         if given is not None and family.draws != "any order":
             kind = type(given).__name__
-            raise ValueError(f"{name}: got one ({kind}), expected none: {family.name} draws from texts alone")
+            raise ValueError(f"{name}: got one ({kind}), but {family.name} only draws from texts")
         if given is not None and other is None:
             missing = "mask_image" if name == "image" else "image"
-            raise ValueError(f"{missing}: got None beside {name}, expected both: a picture, and white where to draw")
+            raise ValueError(f"{missing}: got None. Inpainting needs both a picture and a mask")
     if image is None or mask is None:
         return None
     height, width = family.pixel_size()
@@ -79,7 +82,9 @@ def picture_of(
     rows, columns = layout.grid
     again = F.max_pool2d(white.float(), (height // rows, width // columns)).flatten(1) > 0
     if not bool(again.any(dim=1).all()):
-        raise ValueError("mask_image: got one that is black everywhere, expected white where to draw")
+        raise ValueError(
+            "mask_image: The mask is black everywhere. Make it white where the picture is to be drawn again."
+        )
     codes = [item if item.dim() == 1 else None for item in each]
     with torch.inference_mode():
         pixels = torch.stack(
@@ -97,14 +102,14 @@ def picture_of(
 
 
 def _items(given: Pictures, one: Callable[[np.ndarray | Tensor], bool]) -> list[Picture]:
-    """Images of an argument: a list of them, one, or an array or tensor of several."""
+    """Return the images of an argument: a list of images, one image, or an array or tensor of several."""
     if isinstance(given, (list, tuple)) or (isinstance(given, (np.ndarray, Tensor)) and not one(given)):
         return list(given)
     return [given]
 
 
 def _one_image(given: np.ndarray | Tensor) -> bool:
-    """Whether an array or tensor is one picture, or the codes of one."""
+    """Return whether an array or tensor is one picture, or the codes of one."""
     return given.ndim <= 2 or (given.ndim == 3 and given.dtype != torch.long)
 
 
@@ -113,7 +118,7 @@ def _one_mask(given: np.ndarray | Tensor) -> bool:
 
 
 def _pixels(item: Picture, size: tuple[int, int], layout: ImageLayout, family: Family) -> Tensor:
-    """Pixels (3, height, width) of one picture, or its codes (rows * columns,)."""
+    """Return the pixels (3, height, width) of one picture, or its codes (rows * columns,)."""
     if isinstance(item, Image.Image):
         item = np.asarray(item.convert("RGB"))
     if isinstance(item, Tensor) and item.dtype == torch.long:
@@ -135,7 +140,7 @@ def _pixels(item: Picture, size: tuple[int, int], layout: ImageLayout, family: F
 
 
 def _tensor(name: str, item: Picture) -> Tensor:
-    """A picture's numbers on the CPU, those of bytes in 0..1."""
+    """Return a picture's numbers on the CPU; bytes are scaled to 0..1."""
     if not isinstance(item, (np.ndarray, Tensor)):
         raise ValueError(f"{name}: got a {type(item).__name__}, expected {FROM}")
     found = torch.from_numpy(np.array(item)) if isinstance(item, np.ndarray) else item.detach().cpu()
@@ -143,7 +148,7 @@ def _tensor(name: str, item: Picture) -> Tensor:
 
 
 def _white(item: Picture, size: tuple[int, int]) -> Tensor:
-    """(1, height, width) bool: where a mask is white."""
+    """Return where a mask is white, (1, height, width) bool."""
     if isinstance(item, Image.Image):
         item = np.asarray(item.convert("L"))
     found = _tensor("mask_image", item)

@@ -1,4 +1,4 @@
-"""Loads models and processors by name, folder or hub id, for the command line."""
+"""Loading of models and processors by name, folder or hub id, for the command line."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from visspec.models.layers import load_exactly, quiet
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
-SPREAD = {  # over several devices, by transformers' own plans
+SPREAD = {  # transformers' plans for several devices
     "balanced": {"device_map": "balanced"},
     "tp": {"tp_plan": "auto"},
 }
-KINDS = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM  # that answer in text
-INSTEAD = {  # models in transformers' form, by `model_type` of the authors' own
+KINDS = (
+    transformers.AutoModelForImageTextToText,
+    transformers.AutoModelForCausalLM,
+)  # classes of models that generate text
+INSTEAD = {  # by `model_type` of the authors' form: the model in transformers' form
     "multi_modality": "deepseek-community/Janus-Pro-1B",
     "Emu3": "BAAI/Emu3-Gen-hf",
 }
@@ -42,15 +45,19 @@ def load(
     trust_remote_code: bool = False,
     needs_pictures: bool = False,
 ):
-    """(model, processor, or tokenizer of a text model), for `accelerate`. spec: an included model (None: one that
-    captions), a folder or a hub id.
+    """Load a model for `accelerate`, with its processor, or its tokenizer for a text model.
 
-    device: of torch; "auto": the GPU if there is one; "balanced" (`device_map`): layers over all devices; "tp"
-    (`tp_plan`): each layer over torchrun's processes.
+    Args:
+        spec: Name of an included model (None: one that captions), a folder or a hub id.
+        device: A torch device. "auto": the GPU if there is one; "balanced" (`device_map`): layers distributed over all
+            devices; "tp" (`tp_plan`): each layer split over torchrun's processes.
+        dtype: Name or torch dtype.
+        trust_remote_code: Whether to run code of the checkpoint.
+        needs_pictures: Reject text models.
 
-    Safetensors only; remote code only if enabled. Raises ValueError if the checkpoint has
-    pickled weights, missing, extra or mis-shaped tensors, or files outside its folder, and with `needs_pictures` for a
-    text model. A model that only draws is refused, too.
+    Raises:
+        ValueError: If the checkpoint has pickled weights, missing, extra or mis-shaped tensors, or files outside its
+            folder, or the model does not generate text.
     """
     where = spec or included.text_model()
     form = _configuration(where).get("model_type")
@@ -69,14 +76,14 @@ def load(
 
 
 def is_text_model(spec: str, trust_remote_code: bool = False) -> bool:
-    """Whether a folder or a hub id is a model that reads and writes text alone, by its configuration."""
+    """Return whether the configuration of a folder or hub id is that of a text-only model."""
     return _kind(spec, trust_remote_code) is transformers.AutoModelForCausalLM
 
 
 def load_image_model(
     spec: str | None = None, *, device: str = "auto", dtype: str | torch.dtype = "auto", trust_remote_code=False
 ):
-    """(model, processor) of an image generator, for `ImagePipeline`. None: the included one that draws. As `load`."""
+    """Load (model, processor) of an image generator for `ImagePipeline`. Arguments and errors are those of `load`."""
     where = str(spec or included.image_model())
     config = _configuration(where)
     family = registry.table("family").get(str(config.get("model_type")))
@@ -90,8 +97,8 @@ def load_image_model(
 
 
 def _configuration(where: str) -> dict[str, Any]:
-    """The config.json of a folder, a hub id or an included model; an empty one where there is none. Raises ValueError,
-    with what to do, for a model in a form that can't be read.
+    """Return the config.json of a folder, a hub id or an included model, empty if there is none. Raises ValueError with
+    advice for a model in a form that can't be read.
     """
     folder, local = located(where)
     files = [Path(where)] if Path(where).is_file() else list(Path(where).glob("*"))
@@ -119,17 +126,16 @@ def _configuration(where: str) -> dict[str, Any]:
 
 
 def load_diffusers(where: str, *, device: str = "auto", dtype: str | torch.dtype = "auto") -> DiffusionPipeline | None:
-    """diffusers' pipeline of a folder or a hub id in its layout (`model_index.json`); None for others.
-
-    Safetensors only, no remote code. dtype "auto" is float32 on a CPU, else bfloat16. Raises ValueError for a pipeline
-    without an autoregressive stage.
+    """Load the diffusers pipeline of a folder or hub id in its layout (`model_index.json`), or return None for others.
+    Only safetensors are read, and no remote code is run. dtype "auto" is float32 on a CPU, else bfloat16. Raises
+    ValueError for a pipeline without an autoregressive stage.
     """
     if not (Path(where).is_dir() or hub.names(where)):
         return None
     included.check_model(where)
     try:
         index = cached_file(where, "model_index.json", _raise_exceptions_for_missing_entries=False)
-    except OSError:  # no such repository: transformers says so when the model is loaded
+    except OSError:  # no such repository: transformers reports it when the model is loaded
         index = None
     if index is None:
         return None
@@ -147,7 +153,7 @@ def load_diffusers(where: str, *, device: str = "auto", dtype: str | torch.dtype
 
 
 def load_saved(where: str, *, device: str = "auto", dtype: str | torch.dtype = "auto", trust_remote_code: bool = False):
-    """(model, processor or tokenizer, or None if the folder has neither) of a folder with any model that generates."""
+    """Load (model, processor or tokenizer, or None if it has neither) from a folder with any generative model."""
     named = checkpoint.read_json(checkpoint.check_folder(where), "config.json").get("architectures")
     first = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     kind = getattr(transformers, first, None) or transformers.AutoModelForImageTextToText
@@ -156,8 +162,8 @@ def load_saved(where: str, *, device: str = "auto", dtype: str | torch.dtype = "
 
 
 def without_weights(spec: str | None = None) -> Any:
-    """The model of a folder, a hub id, a config.json or an included one by name, on `meta`: only its configuration is
-    read, and fetched. Raises ValueError for one that transformers does not know.
+    """Build the model of a folder, hub id, config.json or included name on `meta`, from its configuration alone. Raises
+    ValueError if transformers does not know it.
     """
     where, local = located(str(spec or included.text_model()))
     if not local and "/" not in where:
@@ -171,19 +177,19 @@ def without_weights(spec: str | None = None) -> Any:
                 model = named._from_config(config) if named else _auto_class(config).from_config(config)
             if Path(where, transformers.utils.GENERATION_CONFIG_NAME).is_file():
                 model.generation_config = transformers.GenerationConfig.from_pretrained(where)
-    except Exception as error:  # of whichever library checks the part that is wrong
-        raise ValueError(f"target: {where} describes no model ({checkpoint.first_line(error)})") from None
+    except Exception as error:  # any library may raise its own kind of error
+        raise ValueError(f"target: {where} does not describe a model ({checkpoint.first_line(error)})") from None
     return model
 
 
 def _auto_class(config: Any) -> Any:
-    """The class of transformers that loads a configuration: of a model that sees pictures, else of a text model."""
+    """Return the transformers class for a configuration: of a model that sees pictures, else of a text model."""
     remote = getattr(config, "auto_map", None) or {}
     return next((kind for kind in KINDS if type(config) in kind._model_mapping or kind.__name__ in remote), KINDS[0])
 
 
 def _kind(spec: str, trust_remote_code: bool) -> Any:
-    """`_auto_class` of a folder or a hub id."""
+    """Return `_auto_class` of a folder or hub id."""
     where, local = located(spec)
     try:
         if local:
@@ -193,38 +199,38 @@ def _kind(spec: str, trust_remote_code: bool) -> Any:
                 where, trust_remote_code=trust_remote_code, local_files_only=local
             )
     except Exception:
-        return KINDS[0]  # loading it gives the reason
+        return KINDS[0]  # loading it reports the reason
     return _auto_class(config)
 
 
 def located(spec: str) -> tuple[str, bool]:
-    """The folder of an included model, what else is named as it was written; and whether it is on this machine."""
+    """Return the folder of an included model, or else the name itself, and whether it is on this machine."""
     shipped = registry.included_folder(spec)
     where = spec if shipped == Path(spec) else str(shipped)
     return where, included.check_model(where)
 
 
 def torch_dtype(dtype: str | torch.dtype, usual: torch.dtype) -> torch.dtype:
-    """The dtype of a name; `usual` for "auto"."""
+    """Return the dtype of a name; `usual` for "auto"."""
     return usual if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def _load_own(model: Any, folder: Path, device: str) -> tuple[Any, Any]:
-    """(model, processor) of a folder with a network that transformers lacks."""
+    """Load (model, processor) of a folder with a network that transformers lacks."""
     model, processor = model.to(device).eval(), None
     if not model.class_conditional:
-        with quiet():  # it would say that it does not know the type of the model
+        with quiet():  # suppresses the warning about the unknown model type
             processor = _own_processor(model, folder)
     logger.info("%s: loaded %s, %s, to %s", folder, type(model).__name__, model.dtype, device)
     return model, processor
 
 
 def _own_processor(model: Any, folder: Path) -> Any:
-    """A text encoder's features, a processor or a tokenizer of a folder with a network that transformers lacks."""
+    """Load text encoder features, processor or tokenizer of a folder with a network that transformers lacks."""
     if model.text_features:
         encoder = folder / text_features.FOLDER
         if not encoder.is_dir():
-            return None  # the first prompt says how to get one
+            return None  # the first prompt explains how to get one
         return text_features.T5Features.from_pretrained(str(encoder), dtype=model.dtype).to(model.device)
     worded = (folder / "processor_config.json").is_file()
     kind = transformers.AutoProcessor if worded else transformers.AutoTokenizer
@@ -235,7 +241,7 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
 
-    _configuration(where)  # refuses other forms
+    _configuration(where)  # rejects other forms
     where, local = located(where)
     if local:
         checkpoint.check_folder(where)
@@ -254,9 +260,7 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
 
 
 def resolve_device(device: str) -> str:
-    """The device of torch that a name stands for: of "auto" the GPU if there is one. Raises ValueError for one that
-    this torch can't use.
-    """
+    """Return the torch device for a name; "auto" is the GPU if there is one. Raises ValueError if it can't be used."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -269,7 +273,7 @@ def resolve_device(device: str) -> str:
 
 
 def _check_spread(device: str) -> None:
-    """Raises ValueError if a model can't be loaded over several devices as asked."""
+    """Raise ValueError if a model can't be loaded over several devices as requested."""
     if device == "tp" and int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise ValueError("device: got 'tp' in one process, expected several (torchrun --nproc-per-node 2 ...)")
     need("accelerate", f"device {device}", "train")

@@ -1,7 +1,7 @@
-"""Logits processors that can be called at any prefix, as the verification of drafts needs them.
+"""Logits processors that can be called with any prefix, as verification of drafts requires.
 
-Grammars of xgrammar go from prefix to prefix by its own rollback. Other processors that keep state between calls, as
-those of llguidance and outlines, are called on copies of themselves, one behind each token. The commonest processors of
+Grammars of xgrammar move between prefixes by its own rollback. Other processors that keep state between calls, such as
+those of llguidance and outlines, are called on copies of themselves, one for each token. The most common processors of
 transformers are called once for all nodes of a draft (`types.NodeProcessor`).
 """
 
@@ -21,8 +21,8 @@ from transformers.generation import logits_process as theirs
 
 from visspec.types import NodeProcessor, RowProcessor
 
-Scorer = Callable[[Tensor, Tensor], Tensor]  # of ids (B, L) and scores (B, V)
-STATEFUL = {  # processors whose scores depend on earlier calls, by their names or, with "*", by their modules
+Scorer = Callable[[Tensor, Tensor], Tensor]  # takes ids (B, L) and scores (B, V)
+STATEFUL = {  # names, or with "*" modules, of processors whose scores depend on earlier calls
     "xgrammar.contrib.hf.LogitsProcessor",  # unless stateless=True
     "logits_processor_zoo.transformers.*",
     "outlines.backends.*",
@@ -30,12 +30,12 @@ STATEFUL = {  # processors whose scores depend on earlier calls, by their names 
     "transformers.generation.logits_process.SynthIDTextWatermarkLogitsProcessor",
     "transformers.generation.logits_process.DiaEOSDelayPatternLogitsProcessor",
 }
-COPIES: dict[str, Callable[[Any], Any]] = {  # of the grammar packages' objects, which `copy` refuses
+COPIES: dict[str, Callable[[Any], Any]] = {  # copy functions for objects of grammar packages that `copy` rejects
     **dict.fromkeys(("CompiledGrammar", "LLTokenizer", "Index"), lambda constant: constant),
     "GrammarMatcher": lambda matcher: matcher.fork(),
     "LLMatcher": lambda matcher: matcher.deep_copy(),
 }
-LEAST: dict[type, Callable[[Any], int]] = {  # of `types.NodeProcessor`: the length from which nothing changes
+LEAST: dict[type, Callable[[Any], int]] = {  # for `types.NodeProcessor`: the prefix length from which nothing changes
     theirs.MinLengthLogitsProcessor: lambda own: own.min_length,
     theirs.MinNewTokensLengthLogitsProcessor: lambda own: own.prompt_length_to_skip + own.min_new_tokens,
     **dict.fromkeys(
@@ -56,12 +56,12 @@ LEAST: dict[type, Callable[[Any], int]] = {  # of `types.NodeProcessor`: the len
     ),
 }
 XGRAMMAR = ("xgrammar.contrib.hf.LogitsProcessor", "outlines.backends.xgrammar.XGrammarLogitsProcessor")
-BITS = 32  # of a word of xgrammar's masks
-SPELLINGS = 32  # tokens, at most, that are beginnings of one text
+BITS = 32  # bits per word of xgrammar's masks
+SPELLINGS = 32  # maximum number of tokens that begin the same text
 
 
 class Matcher:
-    """xgrammar's matcher of a row, which goes from prefix to prefix by rollback."""
+    """xgrammar's matcher of a row, which moves between prefixes by rollback."""
 
     def __init__(self, compiled: Any):
         import xgrammar
@@ -69,18 +69,18 @@ class Matcher:
         self.own, self.info = xgrammar.GrammarMatcher(compiled), compiled.tokenizer_info
         self.words = xgrammar.allocate_token_bitmask(1, self.info.vocab_size)
         self.tokens: list[int] = []
-        self.masks: list[Tensor] = []  # (V,) bool, behind each prefix of the tokens
+        self.masks: list[Tensor] = []  # (V,) bool, after each prefix of the tokens
         self._mask()
 
     def _mask(self) -> None:
-        if self.own.is_terminated():  # its own processor goes on with the last mask
+        if self.own.is_terminated():  # xgrammar's processor keeps the last mask
             self.masks.append(self.masks[-1])
             return
         self.own.fill_next_token_bitmask(self.words)
         self.masks.append((self.words[0][:, None] >> torch.arange(BITS, dtype=torch.int32) & 1).bool().flatten())
 
     def allowed(self, tokens: list[int]) -> Tensor | None:
-        """The mask behind tokens, of which those behind an end change nothing; None where one of them is refused."""
+        """Return the mask after tokens; None if the grammar rejects one of them. Tokens after an end change nothing."""
         keep = common(self.tokens, tokens)
         if keep < len(tokens) and keep < len(self.tokens):
             self.own.rollback(len(self.tokens) - keep)
@@ -96,12 +96,12 @@ class Matcher:
 
     @cached_property
     def texts(self) -> Sequence[bytes]:
-        """What each token writes. The public property makes a list, in seconds for 150,000 tokens."""
+        """Bytes of each token. xgrammar's public property builds a list, which takes seconds for 150,000 tokens."""
         return self.info._handle.decoded_vocab() if hasattr(self.info, "_handle") else self.info.decoded_vocab
 
 
 class Grammar(RowProcessor):
-    """Masks what a grammar of xgrammar does not allow.
+    """Masks tokens that an xgrammar grammar does not allow.
 
     Args:
         compiled: The grammars of all rows, or one for all of them.
@@ -119,7 +119,7 @@ class Grammar(RowProcessor):
 
     def row(self, index: int, ids_L: Tensor, scores_V: Tensor) -> Tensor:
         allowed = self.matcher(index).allowed(ids_L[self.start :].tolist())
-        if allowed is None:  # where another processor allows what the grammar does not
+        if allowed is None:  # another processor allowed what the grammar does not
             return scores_V
         allowed = allowed.to(scores_V.device)[: len(scores_V)]
         allowed = torch.nn.functional.pad(allowed, (0, len(scores_V) - len(allowed)), value=True)
@@ -139,7 +139,7 @@ class Grammar(RowProcessor):
 
 
 class PrefixFunction(RowProcessor):
-    """A `prefix_allowed_tokens_fn`, as of lm-format-enforcer."""
+    """Wraps a `prefix_allowed_tokens_fn`, such as that of lm-format-enforcer."""
 
     def __init__(self, allowed: Callable[[int, Tensor], Sequence[int]], device: torch.device):
         self.allowed, self.device = allowed, device
@@ -147,7 +147,7 @@ class PrefixFunction(RowProcessor):
     def row(self, index: int, ids_L: Tensor, scores_V: Tensor) -> Tensor:
         allowed = self.allowed(index, ids_L)
         if len(allowed) == 0:
-            raise ValueError(f"prefix_allowed_tokens_fn: got no tokens for row {index}, expected at least one")
+            raise ValueError(f"prefix_allowed_tokens_fn: got no tokens for row {index}, expected at least one.")
         mask_V = torch.full_like(scores_V, float("-inf"))
         mask_V[allowed] = 0
         return scores_V + mask_V
@@ -158,14 +158,16 @@ class PrefixFunction(RowProcessor):
 
 
 class Copies(RowProcessor):
-    """A processor that keeps state, called on copies of itself: for each row one behind each of its tokens."""
+    """Calls copies of a processor that keeps state: for each row one copy per token."""
 
     def __init__(self, processor: Scorer, start: int):
         self.start, self.fresh = start, fork(processor)
-        self.paths: dict[int, list[tuple[int, Any]]] = {}  # tokens of a row, and the copy that was called behind each
+        self.paths: dict[
+            int, list[tuple[int, Any]]
+        ] = {}  # per row: its tokens, and the copy that was called after each
 
     def row(self, index: int, ids_L: Tensor, scores_V: Tensor) -> Tensor:
-        tokens = [-1, *ids_L[self.start :].tolist()]  # the first call is behind the prompt
+        tokens = [-1, *ids_L[self.start :].tolist()]  # the first call is after the prompt
         path = self.paths.setdefault(index, [])
         del path[common([token for token, _ in path], tokens[:-1]) :]
         found = scores_V[None]
@@ -177,27 +179,27 @@ class Copies(RowProcessor):
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Length of the longest common prefix."""
+    """Return the length of the longest common prefix."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))
 
 
 def fork(processor: object) -> Any:
-    """A copy with state of its own. Raises an exception for what can't be copied."""
+    """Return an independent copy. Raises an exception if the processor can't be copied."""
     memo = {id(held): COPIES[type(held).__name__](held) for held in package_objects(processor)}
     memo |= {id(held): held for held in vars(processor).values() if isinstance(held, PreTrainedTokenizerBase)}
-    memo[id(torch)] = torch  # which outlines' processors hold
+    memo[id(torch)] = torch  # outlines' processors hold a reference
     return copy.deepcopy(processor, memo)
 
 
 def package_objects(processor: object) -> list[Any]:
-    """The grammar packages' objects that a processor holds."""
+    """Return the objects of grammar packages that a processor holds."""
     values = list(getattr(processor, "__dict__", {}).values())
     values += [entry for value in values if isinstance(value, list) for entry in value]
     return [value for value in values if type(value).__name__ in COPIES]
 
 
 def at_any_prefix(processor: Scorer, prompt: Tensor) -> Scorer:
-    """A processor that depends on its arguments alone. Raises ValueError if it keeps state and can't be copied."""
+    """Return a processor that only depends on its arguments. Raises ValueError if its state can't be copied."""
     start = prompt.shape[1]
     if type(processor) is PrefixConstrainedLogitsProcessor:
         return PrefixFunction(processor._prefix_allowed_tokens_fn, prompt.device)
@@ -211,12 +213,12 @@ def at_any_prefix(processor: Scorer, prompt: Tensor) -> Scorer:
         return Grammar(getattr(own, "compiled_grammars", None) or [own.compiled_grammar], start)
     try:
         return Copies(processor, start)
-    except Exception as error:  # of copying, which calls anything
+    except Exception as error:  # copying may raise anything
         raise ValueError(f"logits_processor: the state of {name(type(processor))} can't be copied: {error}") from error
 
 
 def keeps_state(processor: object) -> bool:
-    """Whether a processor is known to keep state between calls, holds a grammar, or can be reset, which says so."""
+    """Return whether a processor is known to keep state between calls, holds a grammar, or has a method to reset it."""
     if getattr(getattr(processor, "call_fn", None), "__name__", None) == "stateless_call":  # xgrammar's
         return False
     known = any(fnmatch(name(kind), pattern) for kind in type(processor).__mro__ for pattern in STATEFUL)

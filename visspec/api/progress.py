@@ -1,4 +1,4 @@
-"""Progress of long runs on stderr: a bar in a terminal, and lines elsewhere, such as in a log file."""
+"""Progress of long runs on stderr: a bar in a terminal, or else lines, such as in a log file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,19 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-EVERY_S = 30.0  # between lines
+EVERY_S = 30.0  # seconds between lines
 LINE = "{n_fmt}/{total_fmt} {unit} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
-LINE_OF_UNKNOWN = "{n_fmt} {unit} [{elapsed}, {rate_fmt}{postfix}]"  # without a total
+LINE_OF_UNKNOWN = "{n_fmt} {unit} [{elapsed}, {rate_fmt}{postfix}]"  # for an unknown total
 
 
 class Progress(AbstractContextManager):
-    """Context manager: count, total, rate and figures of a run.
+    """Context manager that shows count, total, rate and figures of a run.
 
-    total: None if it is not known. initial: what an earlier run has done. hidden: print nothing.
+    Args:
+        unit: What is counted.
+        total: None if unknown.
+        initial: The count of an earlier run.
+        hidden: Print nothing.
     """
 
     def __init__(self, unit: str, total: int | None = None, initial: int = 0, hidden: bool = False):
@@ -27,7 +31,7 @@ class Progress(AbstractContextManager):
         self.began = self.printed = time.monotonic()
 
     def update(self, count: int, figures: Mapping[str, Any]) -> None:
-        """Show that `count` are done, those of earlier runs among them."""
+        """Show that `count` are done, including those of earlier runs."""
         now = time.monotonic()
         if not self.bar.disable:
             self.bar.set_postfix(figures, refresh=False)
@@ -40,7 +44,7 @@ class Progress(AbstractContextManager):
             print(f"visspec: {text}", file=sys.stderr, flush=True)
 
     def write(self, text: str, file: TextIO | None = None) -> None:
-        """Print a line of its own, to stderr if no file is given."""
+        """Print a separate line, to stderr by default."""
         with tqdm.external_write_mode(file or sys.stderr):
             print(text, file=file or sys.stderr, flush=True)
 

@@ -1,4 +1,4 @@
-"""Requests of a stream: arguments of generate for one prompt each, and prompts put into one batch for the prefill."""
+"""Requests of a stream: `generate` arguments of one prompt each, and prompts merged into one batch for the prefill."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from visspec.models.decoder.prefix import PrefixCache, PrefixPlan, PromptKey
 from visspec.models.decoder.target import HFDecoder
 from visspec.types import Processor, Request, Tokenizer
 
-Entry = Mapping[str, Any] | tuple[Any, Exception]  # generate's arguments, or the id and error of what became none
-MOST_KNOWN = 256  # kinds of options
-MOST_UNCLEAR = 3  # groups of a kind that the probe is run on if it cannot tell
+Entry = Mapping[str, Any] | tuple[Any, Exception]  # generate's arguments, or the id and error of a failed entry
+MOST_KNOWN = 256  # maximum number of cached option sets
+MOST_UNCLEAR = 3  # number of groups to probe per kind while the result is unclear
 ONE_PROMPT = ("num_return_sequences", "return_dict_in_generate", "output_scores", "output_logits")
 
 
 def check(setup: DecodingSetup, slots: int, ahead: int | None, options: dict[str, Any]) -> None:
-    """Raises ValueError for a setup that rows can't enter, and for options that no prompt can have."""
+    """Raise ValueError for a setup that rows can't enter, and for options that don't fit a single prompt."""
     for name, value in (("slots", slots), ("ahead", slots if ahead is None else ahead)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1")
@@ -40,7 +40,7 @@ def check(setup: DecodingSetup, slots: int, ahead: int | None, options: dict[str
             " call `generate` for each prompt."
         )
     if isinstance(seed := options.get("seed"), (list, tuple)):
-        raise ValueError(f"seed: got {len(seed)} seeds, expected one, or each prompt's in its arguments")
+        raise ValueError(f"seed: got {len(seed)} seeds, expected one. Pass others in the prompts' own arguments")
     requests.check(options)
 
 
@@ -51,7 +51,7 @@ def answers(
     ahead: int,
     tokenizer: Processor | Tokenizer | None,
 ) -> Generator[Answer, None, None]:
-    """The results of `accelerate.Accelerated.stream`."""
+    """Yield the results of `accelerate.Accelerated.stream`."""
     stream = Stream(builder.setup, builder.kind, builder.together, slots, ahead)
     for answer in stream.run(builder.queue(entries)):
         number, id = answer.id if isinstance(answer.id, Ticket) else (None, answer.id)
@@ -64,14 +64,14 @@ def answers(
 
 
 class Ticket(NamedTuple):
-    """Of a prompt in the stream."""
+    """A prompt in the stream."""
 
     number: int
-    id: Any  # the caller's, which may be anything
+    id: Any  # chosen by the caller, of any type
 
 
 class RequestBuilder:
-    """Makes requests of one row from generate's arguments, and one of many rows from requests of one."""
+    """Builds requests of one row from generate's arguments, and one request of many rows from requests of one."""
 
     def __init__(
         self,
@@ -85,20 +85,20 @@ class RequestBuilder:
         self.content = torch.tensor(sorted(setup.target.capabilities.never_drafted), dtype=torch.long)
         pad = getattr(model.generation_config, "pad_token_id", None)
         self.pad = int(pad) if isinstance(pad, int) and pad >= 0 else 0
-        own = setup.target.model is not model  # a generate of its own around it, with options of its own
+        own = setup.target.model is not model  # wrapped by another generate with its own options
         self.named = frozenset(signature(cast(Callable, model.generate)).parameters) if own else frozenset()
-        self.streamers: dict[int | None, Any] = {}  # by the numbers of their prompts, since ids may be equal
-        self.unclear: Counter[Hashable] = Counter()  # kinds of inputs of which the probe could not tell
-        self.known: dict[Any, Request] = {}  # requests by their options, where nothing else of a prompt matters
+        self.streamers: dict[int | None, Any] = {}  # by number of the prompt, since ids may be equal
+        self.unclear: Counter[Hashable] = Counter()  # kinds of inputs with unclear probe results
+        self.known: dict[Any, Request] = {}  # requests by their options, if nothing else of the prompt matters
 
     def queue(self, entries: Iterable[Entry | None]) -> Iterator[tuple[Any, Request | Exception] | None]:
-        """(id, request) of every entry; an entry that can't be a request gives its exception."""
+        """Yield (id, request) of every entry, with an exception in place of the request if it is invalid."""
         number = count()
         for entry in entries:
             yield entry if entry is None or isinstance(entry, tuple) else self._entry(entry, next(number))
 
     def _entry(self, entry: Mapping[str, Any], index: int) -> tuple[Any, Request | Exception]:
-        """A function of its own: what it has of an entry, pixels too, is not kept while the next one is awaited."""
+        """Convert one entry, in a function of its own so that its pixels are freed while waiting for the next."""
         id: object = index
         try:
             own = dict(entry)
@@ -108,9 +108,9 @@ class RequestBuilder:
             return Ticket(index, id), error
 
     def request(self, index: int, own: dict[str, Any]) -> Request:
-        """The request of one entry. Raises ValueError for arguments that can't be served."""
+        """Build the request of one entry. Raises ValueError for unsupported arguments."""
         if self.seed is not None:
-            own = {"seed": self.seed + index} | own  # as generate's rows
+            own = {"seed": self.seed + index} | own  # like rows of generate
         own = self.defaults | own
         own_options = ("seed", "generator", "streamer", "on_tokens")
         seed, generator, streamer, on_tokens = (own.pop(name, None) for name in own_options)
@@ -139,28 +139,28 @@ class RequestBuilder:
         return found
 
     def _prepare_options(self, prompt: dict[str, Tensor], options: dict[str, Any]) -> Request:
-        """What generate makes of options for a prompt. Plain ones that name a number of new tokens, and give neither
-        processors nor criteria, are prepared once: generate takes milliseconds to read them.
+        """Let generate process options for a prompt. Plain options with a number of new tokens, without processors and
+        criteria, are processed once, since this takes milliseconds.
         """
         ids = prompt["input_ids"]
         plain = all(isinstance(value, int | float | str | None) for value in options.values())
         key = tuple(sorted((name, repr(value)) for name, value in options.items())) if plain else None
         if key is not None and (known := self.known.get(key)) is not None:
             return replace(known, prompt=ids)
-        if not self.named:  # a generate of its own may not go without pixels
-            # they are read when a group is prefilled; without them a model can't place the ids that stand for them
+        if not self.named:  # custom generate functions may need pixels
+            # pixels are read in the prefill; without them a model can't place image ids
             blank = torch.where(torch.isin(ids, self.content.to(ids.device)), self.pad, ids)
             prompt = {"input_ids": blank, "attention_mask": prompt["attention_mask"]}
         found = requests.of_generate(self.model, prompt, **options)
         free = not found.sampling.processors and found.stop is None and options.get("max_new_tokens") is not None
         if key is not None and free and len(self.known) < MOST_KNOWN:
-            self.known[key] = replace(found, inputs=dict.fromkeys(found.inputs))  # without the prompt
+            self.known[key] = replace(found, inputs=dict.fromkeys(found.inputs))  # drops the prompt
         return found
 
     def kind(self, request: Request) -> Hashable:
-        """What requests share that can be prefilled together: the shapes of pixels, other arguments, temperature and
-        cuts, and the length of the prompt and its own padding if the target can't pad. A request with tensors inside
-        an argument, such as outputs of an image encoder, is prefilled alone.
+        """Return what requests must share to be prefilled together. The shapes of pixels, other arguments, temperature
+        and cuts, and if the target can't pad, the length of the prompt and its own padding. A request with tensors
+        inside an argument, such as outputs of an image encoder, is prefilled alone.
         """
         length = request.prompt.shape[1]
         if not all(isinstance(value, Tensor) or is_plain(value) for value in request.inputs.values()):
@@ -178,8 +178,8 @@ class RequestBuilder:
         return frozenset(shapes), sampling, length, None if mask is None else tuple(mask.flatten().tolist())
 
     def together(self, group: Sequence[Request]) -> Request | None:
-        """One request with a row for each; None if the model needs the rows one at a time. Rows that begin as others
-        do, or as prompts before them, share what the target keeps of those.
+        """Merge requests into one with a row for each, or return None if the model needs the rows one at a time. Rows
+        share cached prefixes with each other and with earlier prompts.
         """
         if len(group) > 1 and not self._can_join(group):
             return None
@@ -202,8 +202,8 @@ class RequestBuilder:
         return found
 
     def _can_join(self, group: Sequence[Request]) -> bool:
-        """Check that the model reads concatenated media as the batch that its processor would make. For some it does
-        not: Molmo2's patch indices count through the whole batch. The model is asked once for each kind of inputs.
+        """Check, once for each kind of inputs, that the model reads concatenated media like a batch of its processor.
+        Some models don't: Molmo2's patch indices count through the whole batch.
         """
         shapes = [[value.shape for value in _media(request).values()] for request in group]
         if not any(shapes):
@@ -223,14 +223,14 @@ class RequestBuilder:
         return target.joins[kind]
 
     def _batch(self, group: Sequence[Request]) -> Request:
-        """One request with a row for each."""
+        """Return one request with a row for each."""
         inputs = self._inputs(group)
         found = requests.of_generate(self.model, inputs, max_new_tokens=_limit(group), do_sample=False)
         found.media = media_of(inputs)
         return found
 
     def _inputs(self, group: Sequence[Request]) -> dict[str, Any]:
-        """Ids and masks of all rows, padded on the left, and pixels behind one another."""
+        """Return ids and masks of all rows, left-padded, and concatenated pixels."""
         longest = max(request.prompt.shape[1] for request in group)
         inputs: dict[str, Any] = {}
         for name, value in group[0].inputs.items():
@@ -245,8 +245,8 @@ class RequestBuilder:
         return inputs
 
     def _key(self, request: Request) -> PromptKey | None:
-        """What makes a prompt another's equal; None for one that has padding, media and no ids that stand for it, or
-        arguments whose contents are unknown.
+        """Return the key by which equal prompts are recognised. None for a prompt with padding, with media but no ids
+        for them, or with arguments whose contents are unknown.
         """
         length, digest, ids, media = request.prompt.shape[1], hashlib.sha256(), [], False
         for name, value in sorted(request.inputs.items()):
@@ -268,14 +268,14 @@ class RequestBuilder:
 
 
 def _cut(request: Request, length: int) -> Request:
-    """The first ids of a request, with all of its media."""
+    """Return a request for the first ids of a prompt, with all of its media."""
     whole = request.prompt.shape[1]
     parts = {k: v[:, :length] if isinstance(v, Tensor) and of_ids(v, whole) else v for k, v in request.inputs.items()}
     return replace(request, prompt=request.prompt[:, :length], inputs=parts)
 
 
 def _media(request: Request) -> dict[str, Tensor]:
-    """The tensors of a request that have no number for each id."""
+    """Return the tensors of a request that don't have one number per id."""
     length = request.prompt.shape[1]
     return {k: v for k, v in request.inputs.items() if isinstance(v, Tensor) and not of_ids(v, length)}
 
@@ -285,17 +285,17 @@ def _limit(group: Sequence[Request]) -> int:
 
 
 def media_of(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Of a model's inputs, the tensors that are not the prompt."""
+    """Return the tensors of a model's inputs that are not the prompt."""
     return {k: v for k, v in inputs.items() if isinstance(v, Tensor) and k not in requests.PROMPT}
 
 
 def of_ids(value: Tensor, length: int) -> bool:
-    """Whether a tensor of a request has a number for each id of the prompt."""
+    """Return whether a tensor has one number per id of the prompt."""
     return value.shape == (1, length) and not value.is_floating_point()
 
 
 def is_plain(value: object) -> bool:
-    """Check that `repr` shows all of a value: numbers, strings, None, and lists, tuples and dictionaries of them."""
+    """Return whether `repr` shows all of a value: numbers, strings, None, and lists, tuples and dicts of them."""
     if isinstance(value, Mapping):
         return all(is_plain(key) and is_plain(each) for key, each in value.items())
     if isinstance(value, (list, tuple)):
@@ -304,7 +304,7 @@ def is_plain(value: object) -> bool:
 
 
 def add_to_digest(digest: Any, value: object) -> bool:
-    """Add all of a value to a digest, tensors and arrays by their bytes. False if some of it cannot be read."""
+    """Add all of a value to a digest, tensors and arrays by their bytes. Returns False if a part can't be read."""
     if isinstance(value, np.ndarray) and value.dtype != object:
         value = torch.from_numpy(np.ascontiguousarray(value))
     if isinstance(value, Tensor):
@@ -314,7 +314,7 @@ def add_to_digest(digest: Any, value: object) -> bool:
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return True
     if is_dataclass(value) and not isinstance(value, type):
-        # ModelOutput too, whose items leave out the fields that are None
+        # includes ModelOutput, whose items omit fields that are None
         value = {each.name: getattr(value, each.name) for each in fields(value)} | {"class": type(value).__name__}
     if isinstance(value, Mapping):
         digest.update(repr(("mapping", len(value))).encode())

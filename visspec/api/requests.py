@@ -1,4 +1,6 @@
-"""Conversion between transformers' generate and the loop: arguments to a `Request`, a final `State` to its result."""
+"""Conversion between transformers' generate and the loop: arguments to a `Request`, and a final `State` to its
+result.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +28,26 @@ from visspec.api.processors import at_any_prefix
 from visspec.models.attention.slot_layers import CACHE, CACHE_NAMES
 from visspec.types import Processor, Request, Sampling, State, Tokenizer
 
-PROMPT = ("input_ids", "inputs", "inputs_embeds")  # tensor arguments of generate that are not media
-GREEDY_OR_SAMPLED = "accelerated decoding is greedy or sampling"
-REFUSED: dict[str, tuple[Any, str]] = {  # options of generate: neutral value, reason why others are not supported
+PROMPT = ("input_ids", "inputs", "inputs_embeds")
+GREEDY_OR_SAMPLED = "accelerated decoding only supports greedy decoding and sampling"
+REFUSED: dict[str, tuple[Any, str]] = {  # generate options: neutral value, and why other values are unsupported
     **dict.fromkeys(("num_beams", "num_beam_groups"), (1, GREEDY_OR_SAMPLED)),
     **dict.fromkeys(("penalty_alpha", "dola_layers", "guidance_scale"), (None, GREEDY_OR_SAMPLED)),
     **dict.fromkeys(
         ("prompt_lookup_num_tokens", "assistant_early_exit", "assistant_model"),
-        (None, "what drafts is named in accelerate(model, drafter=...)"),
+        (None, "the drafter is chosen in accelerate(model, drafter=...)"),
     ),
-    "custom_generate": (None, "accelerated generate is one itself (model.generate takes others)"),
-    "adapter_names": (None, "all rows of a batch have the adapter that is active"),
-    "output_attentions": (False, "a pass attends from a whole draft to our cache, not from one position at a time"),
-    "output_hidden_states": (False, "passes over drafts hold rejected candidates among the others and none are kept"),
+    "custom_generate": (None, "accelerated generate is one itself. Use model.generate for others"),
+    "adapter_names": (None, "all rows of a batch use the active adapter"),
+    "output_attentions": (False, "a pass verifies a whole draft instead of one position"),
+    "output_hidden_states": (False, "a pass over a draft includes rejected tokens"),
 }
-# of `cache_implementation`: keys and values as computed, on the device of the model, which is what our cache holds
+# `cache_implementation`: kinds that hold plain keys and values on the model's device, as our cache does
 CACHES = (None, "dynamic", "static", "hybrid", "hybrid_chunked", "sliding_window")
 
 
 def of_generate(model, inputs: dict[str, Any], **options: object) -> Request:
-    """The request that `model.generate(**inputs, **options)` would decode, not run."""
+    """Return the request that `model.generate(**inputs, **options)` would decode, without running it."""
     caught: list[Request] = []
 
     def catch(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
@@ -58,17 +60,17 @@ def of_generate(model, inputs: dict[str, Any], **options: object) -> Request:
     return caught[0]
 
 
-def arguments_by_name(generate: Callable, given: Sequence, options: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call of `generate` by name, without those that are None by position."""
-    names = list(signature(generate).parameters)[: len(given)] if given else []
+def arguments_by_name(generate: Callable, positional: Sequence, options: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call of `generate` by name, without positional ones that are None."""
+    names = list(signature(generate).parameters)[: len(positional)] if positional else []
     twice = sorted(set(names) & set(options))
     if twice:
         raise TypeError(f"generate() got multiple values for argument {twice[0]!r}")
-    return {name: value for name, value in zip(names, given) if value is not None} | options
+    return {name: value for name, value in zip(names, positional) if value is not None} | options
 
 
 def check(options: dict[str, Any]) -> None:
-    """Raises ValueError for unsupported options, before work starts."""
+    """Raise ValueError for unsupported options, before work starts."""
     config = options.get("generation_config")
     for name, (neutral, why) in REFUSED.items():
         value = options.get(name, getattr(config, name, neutral))
@@ -78,19 +80,19 @@ def check(options: dict[str, Any]) -> None:
     kind = options.get("cache_implementation", getattr(config, "cache_implementation", None))
     if kind not in CACHES:
         raise ValueError(
-            f"cache_implementation: got {kind!r}, expected 'dynamic' or 'static', because accelerated decoding keeps"
-            " keys and values in a cache of its own, whole and on the model's device"
+            f"cache_implementation: got {kind!r}, expected 'dynamic' or 'static', because accelerated decoding uses"
+            " its own cache"
         )
     for name in CACHE_NAMES:
         if type(options.get(name)) not in (DynamicCache, StaticCache, type(None)):
             raise ValueError(
                 f"{name}: got {type(options[name]).__name__}, expected an empty DynamicCache, StaticCache or none,"
-                " because accelerated decoding keeps keys and values in a cache of its own"
+                " because accelerated decoding uses its own cache"
             )
 
 
 def adopt_cache(options: dict[str, Any]) -> None:
-    """Give a cache the name that this transformers has for it."""
+    """Rename the cache argument to the name in this version of transformers."""
     for name in CACHE_NAMES:
         if name in options and CACHE not in options:
             options[CACHE] = options.pop(name)
@@ -104,7 +106,7 @@ def adopt_stop_strings(options: dict[str, Any]) -> None:
     if strings is None:
         return
     if tokenizer is None:
-        raise ValueError("stop_strings: got no tokenizer, expected tokenizer=... beside it")
+        raise ValueError("stop_strings: got no tokenizer. Pass tokenizer=... too.")
     if config is not None and getattr(config, "stop_strings", None):
         options["generation_config"] = config = copy.deepcopy(config)
         config.stop_strings = None
@@ -113,7 +115,7 @@ def adopt_stop_strings(options: dict[str, Any]) -> None:
 
 
 def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any]) -> Request:
-    """From the arguments of a custom decoding function. Raises ValueError as `check` does."""
+    """Build a request from the arguments of a custom decoding function. Raises ValueError as `check`."""
     check({"generation_config": config})
     past = model_kwargs.pop(CACHE, None)
     if past is not None and past.get_seq_length() > 0:
@@ -138,8 +140,8 @@ def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any])
 
 
 def sampling_of(processors: Sequence[Callable], do_sample: bool, prompt: Tensor) -> Sampling:
-    """Convert a list of processors to a `Sampling`: temperature, top-k and top-p at its end, in that order, become
-    numbers; the others are called at every node.
+    """Convert processors to a `Sampling`. A final temperature, top-k and top-p, in that order, become numbers; the
+    others are called at every node.
     """
     rest = list(processors)
     numbers: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
@@ -152,13 +154,14 @@ def sampling_of(processors: Sequence[Callable], do_sample: bool, prompt: Tensor)
             numbers[name] = getattr(rest.pop(), name)
     for processor in rest:
         if hasattr(processor, "model"):
-            raise ValueError(f"logits_processor: got {type(processor).__name__}, which runs a model of its own")
+            raise ValueError(f"logits_processor: {type(processor).__name__} runs its own model, which is not supported")
     return Sampling(processors=tuple(at_any_prefix(processor, prompt) for processor in rest), **numbers)
 
 
 def generators(generator, seed, input_ids: Tensor) -> list[torch.Generator]:
-    """One generator per row: those of a list on the device of the ids; other generators, a single one or torch's global
-    one seed a new one per row. An int gives row b the seed `seed + b`, a list one seed per row.
+    """Return one generator per row. Those of a list on the device of the ids are used as they are. Other generators, a
+    single one, or torch's global one seed a new one per row. An int gives row b the seed `seed + b`, a list one seed
+    per row.
     """
     rows, given = input_ids.shape[0], seed if seed is not None else generator
     listed = isinstance(given, (list, tuple)) and len(given) == rows
@@ -168,7 +171,7 @@ def generators(generator, seed, input_ids: Tensor) -> list[torch.Generator]:
 
 
 def seeds(generator, seed, count: int, each: str = "a row") -> list[int]:
-    """One seed for each of `count` outputs: seed + i for an int, the entries of a list, or random numbers from a
+    """Return one seed for each of `count` outputs: seed + i for an int, the entries of a list, or random numbers from a
     generator (default: torch's global one). Raises ValueError if a list has another length.
     """
     what, given = ("generator", generator) if seed is None else ("seed", seed)
@@ -184,9 +187,7 @@ def seeds(generator, seed, count: int, each: str = "a row") -> list[int]:
 
 
 def unknown_words(processor: Processor | Tokenizer | None, texts: Sequence[str]) -> list[str]:
-    """Words of prompts, without repetitions, that contain the tokenizer's unknown token. Empty for a processor without
-    a tokenizer or a tokenizer without such a token.
-    """
+    """Return words of prompts, without duplicates, that contain the tokenizer's unknown token, if it has one."""
     tokenizer = getattr(processor, "tokenizer", processor)
     unknown = getattr(tokenizer, "unk_token_id", None)
     words = list(dict.fromkeys(word for text in texts for word in text.split()))
@@ -196,7 +197,7 @@ def unknown_words(processor: Processor | Tokenizer | None, texts: Sequence[str])
 
 
 def streaming(streamer, input_ids: Tensor) -> Callable[[list[int]], None]:
-    """Feed a transformers streamer token by token. Raises ValueError for a batch."""
+    """Return a function that feeds a transformers streamer token by token. Raises ValueError for a batch."""
     if input_ids.shape[0] != 1:
         raise ValueError(f"streamer: got a batch of {input_ids.shape[0]}, expected 1")
 
@@ -208,7 +209,7 @@ def streaming(streamer, input_ids: Tensor) -> Callable[[list[int]], None]:
 
 
 def package(state: State, input_ids: Tensor, config) -> Tensor | GenerateDecoderOnlyOutput:
-    """Sequences as generate returns them: prompt, tokens, right-padded to the longest row."""
+    """Return sequences in the form of generate: prompt and tokens, right-padded to the longest row."""
     longest = max(map(len, state.tokens))
     pad = getattr(config, "_pad_token_tensor", None)
     pad = int(pad) if pad is not None else int(config.pad_token_id or 0)
@@ -217,7 +218,7 @@ def package(state: State, input_ids: Tensor, config) -> Tensor | GenerateDecoder
     if not config.return_dict_in_generate:
         return sequences
     cached = [state.cache.prompt + len(tokens) - 1 for tokens in state.tokens]
-    parts: dict[str, Any] = {  # annotated there as other kinds of tensors and tuples than generate itself returns
+    parts: dict[str, Any] = {  # generate's annotations differ from what it returns
         "sequences": sequences,
         "scores": _steps(state.output.distributions, longest) if state.request.keep_logits else None,
         "logits": _steps(state.output.raw, longest) if state.request.keep_raw else None,
@@ -227,7 +228,7 @@ def package(state: State, input_ids: Tensor, config) -> Tensor | GenerateDecoder
 
 
 def _steps(kept: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
-    """(B, V) float32 of every step from (V,) of every token of each row; zeros after a row's end."""
+    """Stack the (V,) of every token of each row to (B, V) float32 per step, with zeros after a row's end."""
     filler = torch.zeros_like(kept[0][0])
     at = [[row[t] if t < len(row) else filler for row in kept] for t in range(longest)]
     return tuple(torch.stack(step).float() for step in at)

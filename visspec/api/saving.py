@@ -1,7 +1,8 @@
-"""What `save_pretrained` writes beside model and processor: drafter, rule, order, levels, parts, as JSON.
+"""The settings that `save_pretrained` writes next to model and processor as JSON: drafter, rule, order, levels and
+parts.
 
-Drafters and rules are written as the names that build them; weights of a drafter go into a folder inside. A folder that
-is read may come from anyone: it names nothing outside itself but what `registry` knows.
+Drafters and rules are written as the names that create them; a drafter's weights are stored in a subfolder. A folder
+may come from anyone, so it can only refer to itself and to names of `registry`.
 """
 
 from __future__ import annotations
@@ -25,18 +26,17 @@ from visspec.types import Acceptance, ConfiguredModel, Drafter, Order
 
 FILE = "visspec.json"
 ENTRIES = ("drafter", "acceptance", "order", "levels", "batch_invariant", "parts")
-AUTO = "auto"  # the drafter of `accelerate.default_drafter`
-DEEPEST = 4096  # levels that a file may ask for
+AUTO = "auto"  # chosen by `accelerate.default_drafter`
+DEEPEST = 4096  # maximum levels in a file
 Component = DrafterSpec | Acceptance | Order
 PLAIN = (bool, int, float, str, tuple, list, type(None))
 logger = logging.getLogger(__name__)
 
 
 def save(folder: str | Path, components: Mapping[str, Any], family: object = None, /, **options: object) -> None:
-    """Write a pipeline's components, or an accelerated model's, which may lack a processor. options: of the model's;
-    family: of an image model.
-
-    Raises ValueError for what can't be written so that `read` finds it, before anything is written.
+    """Write the components of a pipeline, or of an accelerated model, which may lack a processor. `options` go to the
+    model's own `save_pretrained`; `family` belongs to an image model. Raises ValueError, before anything is written,
+    for what `read` could not restore.
     """
     root = Path(folder)
     class_conditional = getattr(components["model"], "class_conditional", False) or "processor" not in components
@@ -54,27 +54,26 @@ def save(folder: str | Path, components: Mapping[str, Any], family: object = Non
             "order": _entry("order", components["order"]),
             "levels": _levels(components["levels"]),
             "batch_invariant": components["batch_invariant"],
-            # null: what is no text has to be given again
+            # null: parts that are not texts must be passed again
             "parts": {name: part if isinstance(part, str) else None for name, part in components["parts"].items()},
         }
         components["model"].save_pretrained(folder, **options)
         if "processor" in needed:
             components["processor"].save_pretrained(folder)
         where = getattr(components["model"].config, "_name_or_path", "")
-        for name in (CODEC, DRAFTER) if where else ():  # of which transformers' model knows nothing
+        for name in (CODEC, DRAFTER) if where else ():  # unknown to transformers' model
             if (part := Path(where, name)).is_dir() and part.resolve() != (root / name).resolve():
                 shutil.copytree(part, root / name, dirs_exist_ok=True)
         if isinstance(settings["drafter"], dict):
-            shutil.rmtree(root / DRAFTER, ignore_errors=True)  # of another drafter, which may have had other files
+            shutil.rmtree(root / DRAFTER, ignore_errors=True)  # removes files of an earlier drafter
             shutil.copytree(Path(staged) / DRAFTER, root / DRAFTER)
     write_json(root / FILE, settings)
     logger.info("%s: saved with %s", root, settings)
 
 
 def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a constructor: those that are given, and what the folder says of the others.
-
-    A folder without the file, or a hub id, says nothing. Raises ValueError as the other readers of checkpoints.
+    """Return the arguments of a constructor: `given` ones, and those in the folder. A folder without the file, or a hub
+    id, contains none. Raises ValueError like other readers of checkpoints.
     """
     folder, found = registry.included_folder(where), dict(given)
     if not (folder / FILE).is_file():
@@ -97,17 +96,17 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drafter_of(folder: str | Path) -> DrafterSpec:
-    """The drafter that a model's folder names, as `registry.drafter` takes it; None where it names none, or is none."""
+    """Return the drafter named in a model's folder, for `registry.drafter`, or None."""
     root = Path(folder)
     entry = checkpoint.read_json(root, FILE).get("drafter") if (root / FILE).is_file() else None
     return None if entry == AUTO else _named("drafter", root, entry)
 
 
-# --- one entry, read --------------------------------------------------------------------------------------------------
+# --- reading of one entry ---------------------------------------------------------------------------------------------
 
 
 def _named(what: str, folder: Path, entry: Json) -> str | None:
-    """The drafter, rule or order of an entry; a drafter may be the folder of its weights."""
+    """Return the drafter, rule or order of an entry. A drafter may be the folder of its weights."""
     if entry is None and what != "acceptance":
         return None
     if what == "drafter" and entry == AUTO:
@@ -136,15 +135,15 @@ def _parts(folder: Path, entry: Json, given: Mapping[str, Any]) -> dict[str, Any
         raise ValueError(f"checkpoint: parts of {folder / FILE} is {checkpoint.shorten(entry)}, expected texts")
     parts = {**entry, **given}
     if lost := [name for name in entry if entry[name] is None and name not in given]:
-        raise ValueError(f"parts: got no {lost[0]}, expected parts={{{lost[0]!r}: ...}}: it is not in {folder}")
+        raise ValueError(f"parts: {folder} does not contain {lost[0]}. Pass parts={{{lost[0]!r}: ...}}.")
     return parts
 
 
-# --- one entry, written -----------------------------------------------------------------------------------------------
+# --- writing of one entry ---------------------------------------------------------------------------------------------
 
 
 def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object, staged: Path) -> Json:
-    """The entry of a drafter; its weights, where it has some that are not shipped, go into `staged`."""
+    """Return the entry of a drafter. Its weights are written to `staged`, unless they are included."""
     from transformers import PreTrainedModel
 
     if drafter is None:
@@ -160,14 +159,14 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
         known = (source / PROVENANCE).is_file()
         record = checkpoint.read_json(source, PROVENANCE) if known else provenance(model)
         made = registry.drafter(drafter, model, family)[0]
-        if made.saved_as == "model":  # of transformers, whose files are the folder's
+        if made.saved_as == "model":  # a transformers model has its own files in the folder
             staged.mkdir(parents=True)
             for file in source.iterdir():
                 if file.suffix in (".json", ".safetensors"):
                     shutil.copyfile(file, staged / file.name)
         else:
             made.save_pretrained(staged, record)
-        # what a published head sees of pictures is in its configuration now
+        # what a published head sees of pictures is now in its configuration
         stays = {k: v for k, v in options.items() if k in registry.SHAPE or not isinstance(v, str)}
         kept = registry.joined("", stays)[1:]
         return {"folder": DRAFTER, "options": kept} if kept else {"folder": DRAFTER}
@@ -178,24 +177,28 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
         drafter.save_pretrained(staged, provenance(model))
         found = registry.drafter(staged, model, family)[0]
         if type(found) is not type(drafter):
-            raise ValueError(f"drafter: got a {type(drafter).__name__}, expected one that its weights alone give back")
+            raise ValueError(
+                f"drafter: A {type(drafter).__name__} can't be restored from its weights. Pass it by name."
+            )
         again, own = (_options(x) for x in (found, drafter))
         if other := [name for name in own if own[name] != again.get(name)]:
             shown = f"a {type(drafter).__name__} with {other[0]} {own[other[0]]}"
-            raise ValueError(f"drafter: got {shown}, expected {again.get(other[0])} as its weights have it, or a name")
+            raise ValueError(
+                f"drafter: got {shown}, but its weights have {again.get(other[0])}. Pass it by name with options."
+            )
         return {"folder": DRAFTER}
     return _entry("drafter", drafter)
 
 
 def _entry(what: str, thing: Component) -> str | None:
-    """The entry of a rule, an order or a drafter without weights: the text that the user gave; None for no order."""
+    """Return the entry of a rule, an order or a drafter without weights: the user's text, or None for no order."""
     if thing is None or isinstance(thing, str):
         return None if thing is None else portable_name(what, thing)
     raise ValueError(f"{what}: got a {type(thing).__name__}, expected its name with options to write into {FILE}")
 
 
 def _options(drafter: Drafter) -> dict[str, Any]:
-    """What of a drafter around a network its constructor's options have set: its numbers and names."""
+    """Return the numbers and names that a drafter's constructor options have set."""
     kept = {name: value for name, value in vars(drafter).items() if type(value) in PLAIN and type(value) is not bool}
     return kept | {"paths": vars(drafter).get("paths"), "traits": drafter.traits}
 
@@ -204,8 +207,8 @@ def _options(drafter: Drafter) -> dict[str, Any]:
 
 
 def portable_name(what: str, text: str) -> str:
-    """A name with options that means the same on any machine. Raises ValueError for one that the registry does not
-    have, for options that name a path, and for a rule's options that it does not take.
+    """Return a name with options that means the same on any machine. Raises ValueError for names that the registry
+    lacks, options that name a path, and options that a rule does not take.
     """
     name, options = registry.parse(text)
     kind = "rule" if what == "acceptance" else what

@@ -1,7 +1,7 @@
-"""Prompts that a model writes itself: `visspec train drafter --data self`.
+"""Prompts that a model writes itself, for `visspec train drafter --data self`.
 
-An instruct model that reads its chat template up to where the user's text begins goes on as a user would (Magpie, arXiv
-2406.08464). A vision-language model that reads a picture there asks about it.
+An instruct model that is given its chat template up to the start of the user's text continues like a user (Magpie,
+arXiv 2406.08464). A vision-language model that is given a picture there asks about it.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from visspec.api.training_data import of_files, read_media
 from visspec.io.files import Journal
 
 COUNT = 2000
-TRIES = 4  # samples of a wanted prompt, at most
-MARK = "visspec"  # the user's text while a template is rendered
+TRIES = 4  # maximum number of samples per prompt
+MARK = "visspec"  # placeholder for the user's text in the template
 
 
 def count_of(asked: DrafterTraining, several: bool) -> int:
-    """How many prompts "self" or "self:N" asks for; 0 for other data. Raises ValueError for options that don't go
-    together. several: more than one process.
+    """Return the number of prompts that "self" or "self:N" requests, 0 for other data. Raises ValueError for options
+    that don't go together. `several` is whether there is more than one process.
     """
     found = re.fullmatch(r"self(:[1-9]\d*)?", str(asked.data))
     if found is None and asked.images is not None:
-        raise ValueError(f"images: got them with --data {asked.data}, which names its own. Use them with --data self.")
+        raise ValueError(f"images: --data {asked.data} has its own images. Use --images with --data self.")
     if found is not None and (several or asked.dry_run):
         raise ValueError("data: got self in a dry run or several processes. Write the prompts in one process first.")
     return 0 if found is None else int((found[1] or f":{COUNT}")[1:])
 
 
 def user_turn(*kinds: str) -> list[dict[str, Any]]:
-    """A conversation of pictures or videos and `MARK`."""
+    """Return a conversation of pictures or videos and `MARK`."""
     return [{"role": "user", "content": [*({"type": kind} for kind in kinds), {"type": "text", "text": MARK}]}]
 
 
 def opening(processor: Any, messages: Sequence[dict[str, Any]]) -> str:
-    """The chat template up to where the text of the user begins."""
+    """Return the chat template up to the start of the user's text."""
     return chat_text(processor, messages).partition(MARK)[0]
 
 
 def write(model: PreTrainedModel, processor: Any, asked: DrafterTraining, count: int) -> Path:
-    """Let a model write prompts into prompts.jsonl of the folder `out`; a run that was ended goes on where it was.
-
-    Returns the file, as `TrainingData` reads it. Raises ValueError for a model without a chat template, and if no
-    sample is a prompt.
+    """Let a model write prompts to prompts.jsonl in the folder `out`. An interrupted run is continued. Returns the
+    file, for `TrainingData`. Raises ValueError if the model has no chat template, or no sample is usable.
     """
     if not getattr(processor, "chat_template", None):
         raise ValueError("data: got self for a model without a chat template. Pass a file of prompts.")
     images = of_files(str(Path(asked.images).resolve()), ()) if asked.images else None
     tokenizer, own = tokenizer_of(processor), model.generation_config.eos_token_id
     ends = {*tokenizer.all_special_ids, *(own if isinstance(own, list) else [own])} - {None}
-    closing = [*chat_text(processor, user_turn()).partition(MARK)[2].split(), "\0"][0]  # where it is no special token
+    closing = [*chat_text(processor, user_turn()).partition(MARK)[2].split(), "\0"][
+        0
+    ]  # in case it is not a special token
 
     def about(number: int) -> Mapping[str, str]:
         return images.read(number % images.count) if images else {}
 
     def entry(number: int) -> Any:
-        """The inputs of a sample, or why there are none."""
+        """Return the inputs of a sample, or the error that prevents it."""
         try:
             media = [read_media(Path(name), asked.max_pixels) for name in about(number).values()]
             inputs = process_chats(processor, [user_turn(*about(number))], [media], opening)
@@ -111,5 +111,5 @@ def write(model: PreTrainedModel, processor: Any, asked: DrafterTraining, count:
 
 
 def words_of(row: Mapping[str, str]) -> tuple[str | None, ...]:
-    """What a prompt shares with its duplicates: its picture or video, and its words, whatever their case."""
+    """Return what duplicates of a prompt share: its picture or video, and its words in lower case."""
     return row.get("image") or row.get("video"), *re.findall(r"\w+", row["prompt"].casefold())

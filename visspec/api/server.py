@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and image generations over HTTP, on FastAPI: the extra `serve`."""
+"""OpenAI's chat completions and image generations over HTTP, with FastAPI (the extra `serve`)."""
 
 from __future__ import annotations
 
@@ -38,8 +38,9 @@ HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]*)?", re.IGNORECASE)
 
 
 class Guard:
-    """Middleware that lets requests in, `places` at once, each of `max_body` bytes. key: None lets everybody in. local:
-    only names of this machine are answered to, because a page in a browser may have given it another one.
+    """Middleware that limits requests to `places` at once and `max_body` bytes each, and checks the API key. Without a
+    `key` everybody is admitted. `local` only accepts host names of this machine, because a web page in a browser may
+    use another one.
     """
 
     def __init__(self, app: ASGIApp, key: str | None, local: bool, places: int, max_body: int):
@@ -62,7 +63,7 @@ class Guard:
         self.taken += 1
         try:
             self._check(Headers(scope=scope))
-            with suppress(asyncio.CancelledError):  # the server stops and waits no longer
+            with suppress(asyncio.CancelledError):  # the server is stopping
                 await self.app(scope, limited, send)
         except RequestError as error:
             await error_response(error)(scope, receive, send)
@@ -81,16 +82,18 @@ class Guard:
 
 
 class Service:
-    """The routes. pipe: draws images under the name `image_model`."""
+    """The routes. `pipe` draws images under the name `image_model`."""
 
     def __init__(self, text: TextWorker, pipe: ImagePipeline | None = None, image_model: str | None = None):
         self.text, self.pipe, self.image_model, self.began = text, pipe, image_model, int(time.time())
-        self.unread = asyncio.Semaphore(text.slots)  # chats whose pixels are held, because the model has not read them
+        self.unread = asyncio.Semaphore(
+            text.slots
+        )  # limits the chats whose pixels are in memory, waiting for the model
         self.reader, self.drawing = (ThreadPoolExecutor(1, f"visspec-{name}") for name in ("reader", "drawing"))
 
     async def chat(self, body: ChatBody, request: Request) -> Any:
         chunks = self._chunks(body, request)
-        first = await anext(chunks)  # an error before the first token has its own status
+        first = await anext(chunks)  # an error before the first token can still set the status
         if body.stream:
             return StreamingResponse(server_sent(first, chunks), media_type="text/event-stream")
         state = ChatCompletionStreamState()
@@ -100,7 +103,7 @@ class Service:
         return state.current_completion_snapshot
 
     async def _chunks(self, body: ChatBody, request: Request) -> AsyncIterator[ChatCompletionChunk]:
-        """The answers to a chat, as they are streamed. Raises RequestError and ClientDisconnect."""
+        """Yield the parts of a chat's answers as they are streamed. Raises RequestError and ClientDisconnect."""
         check_model(body.model, self.text.name)
         loop, queue, cancelled = asyncio.get_running_loop(), asyncio.Queue[Part | Exception](), threading.Event()
         watch = loop.create_task(disconnected(request, lambda: queue.put_nowait(ClientDisconnect())))
@@ -149,7 +152,7 @@ class Service:
         return {"created": int(time.time()), "data": data, "output_format": "png"}
 
     def _draw(self, body: DrawingBody, cancelled: threading.Event) -> list[bytes]:
-        """PNG files. Raises ValueError for what the model cannot draw."""
+        """Draw PNG files. Raises ValueError for requests that the model does not support."""
         assert self.pipe is not None
         width, height = (None, None) if body.size == "auto" else map(int, body.size.split("x"))
         try:
@@ -175,19 +178,19 @@ class Service:
         return {"object": "list", "data": [{"id": name, **about} for name in names]}
 
     def close(self) -> None:
-        """Finish what was taken."""
+        """Finish accepted requests."""
         self.text.close()
         for pool in (self.reader, self.drawing):
             pool.shutdown(cancel_futures=True)
 
 
 async def server_sent(first: ChatCompletionChunk, others: AsyncIterator[ChatCompletionChunk]) -> AsyncIterator[str]:
-    """Server-sent events of a chat."""
+    """Convert a chat to server-sent events."""
     try:
         yield f"data: {first.model_dump_json(exclude_unset=True)}\n\n"
         async for chunk in others:
             yield f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
-    except RequestError as error:  # the status was sent
+    except RequestError as error:  # the status has already been sent
         yield f"data: {json.dumps(error.body)}\n\n"
     except ClientDisconnect:
         return
@@ -202,23 +205,23 @@ def check_model(given: str | None, name: str | None) -> None:
 
 def error_response(error: RequestError) -> Response:
     headers = {"retry-after": "1"} if error.status == 429 else None
-    return Response(json.dumps(error.body), error.status, headers, "application/json")  # any text, as ASCII
+    return Response(json.dumps(error.body), error.status, headers, "application/json")  # escapes any text to ASCII
 
 
 async def disconnected(request: Request, call: Callable[[], Any]) -> None:
-    """Call a function when the client has gone."""
+    """Call a function when the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     call()
 
 
 async def failed(request: Request, error: Exception) -> Response:
-    """The answer to a request that raised."""
+    """Convert an exception to a response."""
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # the client is gone
     if isinstance(error, RequestValidationError):
         error = refusal(error.errors()[0])
-    if isinstance(error.__cause__, RequestError):  # of a body that FastAPI could not read
+    if isinstance(error.__cause__, RequestError):  # raised for a body that FastAPI could not parse
         error = error.__cause__
     if isinstance(error, HTTPException):
         error = RequestError(f"{request.method} {request.url.path}: {error.detail}", error.status_code)
@@ -230,7 +233,7 @@ async def failed(request: Request, error: Exception) -> Response:
 def application(
     service: Service, *, key: str | None = None, local: bool = True, places: int = 64, max_body: int = 20_000_000
 ) -> FastAPI:
-    """The application. It finishes what it has taken when it shuts down."""
+    """Create the application. On shutdown it finishes accepted requests."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

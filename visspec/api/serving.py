@@ -1,5 +1,5 @@
-"""Chats of many clients on one model: a thread drives a stream of rows (`Accelerated.stream`), which answers enter as
-others leave. A row tells from that thread what OpenAI's streamed choices are made of.
+"""Chats of many clients on one model. A thread runs a stream of rows (`Accelerated.stream`), which answers join as
+others leave. From that thread, each row reports the parts of OpenAI's streamed choices.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ logger = logging.getLogger(__name__)
 
 
 class Part(NamedTuple):
-    """A piece of an answer. choice: as OpenAI's streamed ones; counts: of tokens, once, when the choice ends."""
+    """A piece of an answer. `choice` has OpenAI's streamed form; `counts` of tokens are set at the end of the
+    choice.
+    """
 
     choice: dict[str, Any]
     counts: Counter[str]
@@ -38,22 +40,24 @@ Tell = Callable[[Part | Exception], Any]
 
 
 class StopTextFilter:
-    """The text of one row as its tokens come. Held back is what may still change: blanks at the end, half a
-    character, and what may become a stop text, which is no part of the answer.
+    """Decodes the text of one row as its tokens arrive. Text that may still change is held back: trailing whitespace,
+    incomplete characters, and the possible beginning of a stop text, which is not part of the answer.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str] = ()):
         self.decode, self.stops = decode, stops
         self.tokens: list[int] = []
-        self.text = ""  # that won't change
+        self.text = ""  # text that will not change
         self.stopped = False
 
     def add(self, tokens: list[int]) -> str:
-        """Take tokens, and return the text that they add."""
+        """Add tokens, and return the text that they complete."""
         before = len(self.tokens)
         self.tokens += tokens
         full = self._read(len(self.tokens))
-        if any(stop in full for stop in self.stops):  # the first token that completes one: rounds don't matter
+        if any(
+            stop in full for stop in self.stops
+        ):  # finds the first token that completes one, so that rounds don't matter
             numbers = range(before + 1, len(self.tokens) + 1)
             del self.tokens[next(n for n in numbers if any(s in self._read(n) for s in self.stops)) :]
             self.stopped = True
@@ -63,7 +67,7 @@ class StopTextFilter:
         return self._grown(full[: len(full) - max((pending(full, stop) for stop in self.stops), default=0)])
 
     def finish(self) -> str:
-        """The text that was held back, when no token follows."""
+        """Return the text that was held back, after the last token."""
         return "" if self.stopped else self._grown(self._read(len(self.tokens)))
 
     def _read(self, count: int) -> str:
@@ -77,13 +81,13 @@ class StopTextFilter:
 
 
 def pending(text: str, stop: str) -> int:
-    """How many characters at the end of a text may be the beginning of a stop text."""
+    """Return how many characters at the end of a text may begin a stop text."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(eq=False)
 class AnswerRow:
-    """One choice of a chat. inputs: of `generate`, until it runs. explain: says why a text breaks the schema."""
+    """One choice of a chat. `inputs` are freed when it runs. `explain` returns why a text violates the schema."""
 
     index: int
     inputs: dict[str, Any]
@@ -94,18 +98,18 @@ class AnswerRow:
     begun: bool = False
 
     def entry(self) -> dict[str, Any]:
-        """Arguments of the stream. Pixels are not kept behind it."""
+        """Return the arguments for the stream, without keeping the pixels."""
         found, self.inputs = self.inputs | {"id": self, "on_tokens": self.put}, {}
         return found
 
     def put(self, tokens: list[int]) -> bool:
-        """Take a round's tokens. Returns whether the row is to end."""
+        """Process a round's tokens. Returns whether the row should end."""
         if text := self.writer.add(tokens):
             self._tell(text)
         return self.writer.stopped or self.cancelled.is_set()
 
     def finish(self, answer: Answer) -> None:
-        """Take the result of the stream."""
+        """Process the result of the stream."""
         if answer.error is not None:
             return self.tell(answer.error)
         rest, count, stopped = self.writer.finish(), len(self.writer.tokens), self.writer.stopped
@@ -123,8 +127,8 @@ class AnswerRow:
 
 
 class TextWorker:
-    """Answers chats on a stream of `slots` rows. name: of the model, as clients know it. max_new_tokens: of an answer
-    that asks for no number; max_pixels: of a request's images together.
+    """Answers chats with a stream of `slots` rows. `name` is the model's name for clients, `max_new_tokens` the default
+    limit of an answer, and `max_pixels` the limit for all images of a request.
     """
 
     def __init__(
@@ -138,12 +142,12 @@ class TextWorker:
         max_pixels: int = MAX_PIXELS,
         prefix_cache: int | None = None,
     ):
-        fast.stream([], slots=slots)  # raises ValueError for a drafter whose rows can't enter a running batch
+        fast.stream([], slots=slots)  # raises ValueError if rows can't enter a batch with this drafter
         self.name, self.fast, self.processor, self.slots = name, fast, processor, slots
         self.max_new_tokens, self.max_pixels = max_new_tokens, max_pixels
         self.context = getattr(fast.model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
-        self.prefixes = PrefixCache(prefix_cache)  # outlives a stream that fails
-        tokenizer: Any = copy.deepcopy(tokenizer_of(processor))  # tokenizers are not made for several threads
+        self.prefixes = PrefixCache(prefix_cache)  # kept if a stream fails
+        tokenizer: Any = copy.deepcopy(tokenizer_of(processor))  # tokenizers are not thread-safe
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.grammars: JsonGrammars | None = None
         self.queue: queue.SimpleQueue[AnswerRow | None] = queue.SimpleQueue()
@@ -153,15 +157,13 @@ class TextWorker:
         self.thread.start()
 
     def prepare(self, body: ChatBody, tell: Tell, cancelled: threading.Event) -> tuple[list[AnswerRow], int]:
-        """The rows of a chat, one a choice, and the length of its prompt. Not for several threads at once. Raises
-        RequestError.
-        """
+        """Return the rows of a chat, one per choice, and the prompt's length. Not thread-safe. Raises RequestError."""
         images = body.images(self.max_pixels)
         try:
             inputs = process_chats(self.processor, [body.chat], [images])
-        except Exception as error:  # of chat templates and processors, which raise anything
+        except Exception as error:  # chat templates and processors may raise anything
             said = str(error).split("\n")[0][:200]
-            raise RequestError(f"messages: the model's processor refuses them ({said})", param="messages") from None
+            raise RequestError(f"messages: the model's processor rejects them ({said})", param="messages") from None
         length, explain = inputs["input_ids"].shape[1], None
         inputs = move_inputs(inputs, self.fast.model) | body.options | {"max_new_tokens": self._room(length, body)}
         if (schema := body.json_schema) is not None:
@@ -179,7 +181,7 @@ class TextWorker:
         return rows, length
 
     def _room(self, length: int, body: ChatBody) -> int:
-        """How many tokens an answer may have behind a prompt of `length`. Raises RequestError beyond the context."""
+        """Return how many tokens an answer may have after a prompt. Raises RequestError beyond the model's context."""
         left = self.context - length
         most = body.max_completion_tokens or body.max_tokens or max(1, min(self.max_new_tokens, left))
         if most > left:
@@ -200,14 +202,14 @@ class TextWorker:
                 for answer in self.fast.stream(self._entries(), slots=self.slots, prefix_cache=self.prefixes):
                     self.running.discard(answer.id)
                     answer.id.finish(answer)
-            except Exception as error:  # of the model itself: the rows that ran are lost, those that wait are not
+            except Exception as error:  # the model failed: running rows are lost, waiting ones are not
                 logger.exception("%s: a pass failed", self.name)
                 for row in self.running:
                     row.tell(error)
                 self.running.clear()
 
     def _entries(self) -> Iterator[dict[str, Any] | None]:
-        """The entries of the stream; it waits here while no row runs."""
+        """Yield the entries of the stream, and wait while no row is running."""
         while True:
             try:
                 row = self.queue.get(block=not self.running)

@@ -1,7 +1,7 @@
 """Images to caption, from files, folders, globs, JSON lines, parquet, tar shards and Hugging Face data sets.
 
-Everything is read record by record. A record that can't be read is a record with an error, as is the rest of a source
-behind a place where it can't be read further; a source that isn't there is refused before work starts.
+Everything is read record by record. A record that can't be read becomes a record with an error, and so does the rest of
+a source after a place that can't be read. A missing source raises an error before work starts.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from visspec.io.images import image_files, unread_kinds
 
 TABLES = (".jsonl", ".parquet", ".tar")
 SUFFIXES = images.SUFFIXES + videos.SUFFIXES
-LARGEST = 256 << 20  # bytes of a member of a shard: a sparse one may claim any size
+LARGEST = 256 << 20  # maximum bytes of a member of a shard, since a sparse one may claim any size
 Reader = Callable[[], Iterator["Record"]]
-PARTS = ("image", "json", "prompt")  # of a record in a shard
-DATASET = "hf:"  # hf:NAME[:SPLIT], or a folder that `save_to_disk` wrote
+PARTS = ("image", "json", "prompt")  # parts of a record in a shard
+DATASET = "hf:"  # prefix of hf:NAME[:SPLIT]; folders written by `save_to_disk` work too
 
 
 @dataclass(frozen=True)
 class Record:
-    """An image to caption. `image`: a path, the bytes of a file or a PIL image."""
+    """An image to caption. `image` is a path, the bytes of a file or a PIL image."""
 
     id: str
     image: Any = None
-    prompt: str | None = None  # None: the one of the run
+    prompt: str | None = None  # None: the prompt of the run
     error: str | None = None
-    passed_over: bool = False  # the error is that files of a kind are not read
-    category: str = ""  # the subfolder of a file in a folder, or `kind` or `category` of an entry
+    passed_over: bool = False  # whether the error is that files of this kind are not supported
+    category: str = ""  # subfolder of the file, or `kind` or `category` of the entry
 
 
 class RecordStream(Iterator[Record]):
-    """Records that are read one by one. total: how many; None if only reading them tells."""
+    """An iterator of records. `total` is their number, or None if it is unknown."""
 
     def __init__(self, found: Iterator[Record], total: int | None):
         self._found, self.total = found, total
@@ -51,9 +51,7 @@ class RecordStream(Iterator[Record]):
 
 
 def records(sources: Sequence[str | Path]) -> RecordStream:
-    """The records of all sources, in their order. Raises ValueError now for a source that isn't there, is empty, or
-    needs a package that isn't installed.
-    """
+    """Return the records of all sources, in order. Raises ValueError if a source is missing, empty or unreadable."""
     found = [reader(str(source)) for source in sources]
     totals = [total for _, total in found if total is not None]
     total = sum(totals) if len(totals) == len(found) else None
@@ -61,20 +59,20 @@ def records(sources: Sequence[str | Path]) -> RecordStream:
 
 
 def is_plain(source: str | Path) -> bool:
-    """Whether a source is one file that is taken for an image."""
+    """Return whether a source is a single image file."""
     name, path = str(source), Path(source)
     several = name.startswith(DATASET) or path.is_dir() or (glob.has_magic(name) and not path.exists())
     return not several and path.suffix.lower() not in TABLES
 
 
 def is_dataset(source: str) -> bool:
-    """Whether a source is one of the library `datasets`."""
+    """Return whether a source is a data set of the library `datasets`."""
     saved = (Path(source, name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
     return source.startswith(DATASET) or any(saved)
 
 
 def reader(source: str) -> tuple[Reader, int | None]:
-    """How a source is read, and how many records it has, if that is known. Raises ValueError as `records`."""
+    """Return the function that reads a source, and its number of records, if known. Raises ValueError as `records`."""
     path = Path(source)
     if is_dataset(source):
         need("datasets", source)
@@ -87,21 +85,21 @@ def reader(source: str) -> tuple[Reader, int | None]:
         found = [file for file in there if file.suffix.lower() in SUFFIXES]
         unlisted = _unreadable_folders(path)
         if not found and not unlisted:
-            raise ValueError(f"{source}: got no image, expected files that end in {', '.join(SUFFIXES)}")
+            raise ValueError(f"{source}: got no image, expected files that end in {', '.join(SUFFIXES)}.")
         return _files(found, unlisted, source, unread_kinds(there))
     kinds = {".jsonl": of_lines, ".parquet": of_parquet, ".tar": of_tar}
     read = kinds.get(path.suffix.lower())
     if read is None:
         return _files([path])
     if not path.is_file():
-        raise ValueError(f"{source}: got no such file, expected one")
+        raise ValueError(f"{source}: got no such file")
     if read is of_parquet:
         need("pyarrow", source)
     return lambda: _to_the_end(source, read(path)), _rows(path)
 
 
 def _rows(path: Path) -> int | None:
-    """The number of records of a table; None for a shard, and for a table that can't be read."""
+    """Return the number of records of a table; None for a shard, and for a table that can't be read."""
     try:
         if path.suffix.lower() == ".parquet":
             return importlib.import_module("pyarrow.parquet").read_metadata(path).num_rows
@@ -111,7 +109,7 @@ def _rows(path: Path) -> int | None:
 
 
 def _unreadable_folders(pattern: Path) -> list[OSError]:
-    """Errors of the folders that a glob has to list and can't: `glob` passes them by."""
+    """Return the errors of folders that a glob can't list, which `glob` ignores."""
     found: dict[str, OSError] = {}
     for number, part in enumerate(pattern.parts):
         if glob.has_magic(part):
@@ -125,7 +123,7 @@ def _unreadable_folders(pattern: Path) -> list[OSError]:
 
 
 def _to_the_end(source: str, found: Iterator[Record]) -> Iterator[Record]:
-    """The records of a source, and one with an error where it can't be read further."""
+    """Yield the records of a source, and one with an error if the rest can't be read."""
     count = 0
     try:
         for record in found:
@@ -140,22 +138,22 @@ def need(package: str, what: str, extra: str = "data") -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise ValueError(f"{what}: {package} is not installed, expected it (pip install 'visspec[{extra}]')") from None
+        raise ValueError(f"{what}: {package} is not installed. Run pip install 'visspec[{extra}]'.") from None
 
 
 def seed_of(seed: int, id: str) -> int:
-    """A record's own seed in a run: the same in whatever process, order or batch it is made."""
-    text = f"{seed}/{id}".encode(errors="surrogatepass")  # names of files need not be UTF-8
+    """Derive a record's own seed, which does not depend on process, order or batch."""
+    text = f"{seed}/{id}".encode(errors="surrogatepass")  # file names may not be UTF-8
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "big")
 
 
 def as_utf8(text: str) -> str:
-    """A text as parquet can hold it: what is no UTF-8 in the name of a file becomes \\udc80 to \\udcff."""
+    """Return a text that parquet can store: bytes of a file name that are not UTF-8 become \\udc80 to \\udcff."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def new_records(records: Iterable[Record], done: Collection[str], repeated: Callable[[str], None]) -> Iterator[Record]:
-    """Records whose ids are not done, each id once. repeated: called with each id that came before."""
+    """Yield records whose ids are not done, each id once. `repeated` is called with each repeated id."""
     taken: set[str] = set()
     for record in records:
         if record.id in taken:
@@ -169,25 +167,25 @@ def new_records(records: Iterable[Record], done: Collection[str], repeated: Call
 def _files(
     paths: Iterable[Path], unlisted: Iterable[OSError] = (), source: str = "", unread: Mapping[str, int] | None = None
 ) -> tuple[Reader, int]:
-    depth = len(Path(source).parts) if Path(source).is_dir() else None  # of the subfolder in a file's path
+    depth = len(Path(source).parts) if Path(source).is_dir() else None  # depth of the subfolder in a file's path
     found = [Record(str(p), p, category=p.parts[depth] if depth and len(p.parts) > depth + 1 else "") for p in paths]
     for error in unlisted:
-        folder, why = str(Path(error.filename)), f"got a folder that can't be listed ({error.strerror})"
-        found.append(Record(folder, error=f"{folder}: {why}, expected one that can"))
+        folder, why = str(Path(error.filename)), f"can't list this folder ({error.strerror})"
+        found.append(Record(folder, error=f"{folder}: {why}"))
     for kind, count in (unread or {}).items():
-        said = f"{source}: {count} {kind} files can't be read and are left out. Convert them to PNG or JPEG."
+        said = f"{source}: {count} {kind} files can't be read and are skipped. Convert them to PNG or JPEG."
         found.append(Record(f"{source}/*{kind}", error=said, passed_over=True))
     return lambda: iter(found), len(found)
 
 
 def of_entry(entry: object, fallback: str, folder: Path) -> Record:
-    """From a mapping with image (or a video's path), perhaps prompt and id; relative paths start at `folder`."""
+    """Convert a mapping with image (or a video's path) and optional prompt and id. Relative paths start at `folder`."""
     if not isinstance(entry, Mapping):
         return Record(fallback, error=f"{fallback}: got {type(entry).__name__}, expected an object with an image")
     image, prompt = entry.get("image", entry.get("video")), entry.get("prompt")
     category = str(entry.get("kind") or entry.get("category") or "")
     id = str(fallback if entry.get("id") is None else entry["id"])
-    if isinstance(image, Mapping):  # as data sets keep images: the bytes, or else a path
+    if isinstance(image, Mapping):  # data sets store images as bytes, or else a path
         image = image.get("bytes") or image.get("path")
     if isinstance(image, str) and image:
         image = folder / image
@@ -200,7 +198,7 @@ def of_entry(entry: object, fallback: str, folder: Path) -> Record:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Lines that are not blank, each with the id of its record."""
+    """Yield the lines that are not blank, each with the id of its record."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -208,16 +206,16 @@ def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def of_lines(path: Path) -> Iterator[Record]:
-    """JSON lines."""
+    """Read JSON lines."""
     for name, line in _lines(path):
         try:
             yield of_entry(loads(line), name, path.parent)
         except ValueError:
-            yield Record(name, error=f"{name}: got a line that is no JSON, expected an object with an image")
+            yield Record(name, error=f"{name}: got a line that is not JSON, expected an object with an image")
 
 
 def of_parquet(path: Path) -> Iterator[Record]:
-    """Parquet, a few rows at a time."""
+    """Read parquet, a few rows at a time."""
     parquet = importlib.import_module("pyarrow.parquet")
     number = 0
     with open(path, "rb") as file:
@@ -229,15 +227,15 @@ def of_parquet(path: Path) -> Iterator[Record]:
                 name = f"{path}:{number}"
                 try:
                     (entry,) = batch.slice(row, 1).to_pylist()
-                except (ValueError, OverflowError) as error:  # a time before year 1, a text that is no UTF-8
+                except (ValueError, OverflowError) as error:  # a time before year 1, a text that is not UTF-8
                     yield Record(name, error=f"{name}: got values that can't be read ({_short(error)})")
                 else:
                     yield of_entry(entry, name, path.parent)
 
 
 def of_tar(path: Path) -> Iterator[Record]:
-    """A shard in the layout of webdataset: neighbours of one name are one record: NAME.jpg with its prompt in NAME.json
-    or NAME.prompt. A name goes up to the first dot behind the last slash; the record's id is PATH/NAME.
+    """Read a shard in the layout of webdataset. Adjacent files of one name form a record: NAME.jpg with its prompt in
+    NAME.json or NAME.prompt. A name ends at the first dot after the last slash; the record's id is PATH/NAME.
     """
     name, found = None, dict[str, Any]()
     with tarfile.open(path, "r:") as shard:
@@ -255,7 +253,7 @@ def of_tar(path: Path) -> Iterator[Record]:
             if kind not in PARTS:
                 continue
             if (file := _opened(shard, member)) is None:
-                found["error"] = f"{member.name}, which is no file and no link to one in the archive"
+                found["error"] = f"{member.name}, which is neither a file nor a link to one in the archive"
             elif (size := file.seek(0, os.SEEK_END)) > LARGEST:
                 found["error"] = f"{member.name} of {size} bytes, expected at most {LARGEST}"
             else:
@@ -266,15 +264,15 @@ def of_tar(path: Path) -> Iterator[Record]:
 
 
 def _opened(shard: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None:
-    """A member's file, or the one in the archive that a hard or symbolic link stands for; None if there is none."""
+    """Open a member's file, or the one in the archive that a link refers to; None if there is none."""
     try:
         return shard.extractfile(member)
-    except (KeyError, RecursionError, tarfile.TarError):  # no such file, links in a circle, an archive that is cut off
+    except (KeyError, RecursionError, tarfile.TarError):  # no such file, circular links, a truncated archive
         return None
 
 
 def _of_member(path: Path, name: str, found: Mapping[str, Any]) -> Record:
-    """From the contents of a shard's neighbours: image, json, prompt; or an error."""
+    """Build a record from the contents of adjacent files (image, json, prompt) or an error."""
     id = f"{path}/{name}"
     if "error" in found:
         return Record(id, error=f"{id}: got {found['error']}")
@@ -283,14 +281,15 @@ def _of_member(path: Path, name: str, found: Mapping[str, Any]) -> Record:
         try:
             entry = loads(found["json"])
         except ValueError:
-            return Record(id, error=f"{id}: got a .json that is no JSON, expected an object")
+            return Record(id, error=f"{id}: got a .json that is not JSON, expected an object")
         prompt = entry.get("prompt", prompt) if isinstance(entry, dict) else prompt
     return of_entry({"image": found.get("image"), "prompt": prompt}, id, path.parent)
 
 
 def open_dataset(source: str, streaming: bool) -> Any:
-    """A data set of the library `datasets`: hf:NAME[:SPLIT] (default train), or a folder written by `save_to_disk`.
-    streaming: one of the hub is read record by record, else fetched whole. Raises ValueError if that isn't installed.
+    """Open a data set of the library `datasets`: hf:NAME[:SPLIT] (default: train), or a folder written by
+    `save_to_disk`. With `streaming`, data sets of the hub are read record by record, else downloaded. Raises ValueError
+    if the library isn't installed.
     """
     datasets = need("datasets", source)
     name, _, split = source.removeprefix(DATASET).partition(":")
@@ -301,7 +300,7 @@ def open_dataset(source: str, streaming: bool) -> Any:
 
 
 def of_dataset(source: str) -> Iterator[Record]:
-    """The records of `open_dataset`."""
+    """Read the records of `open_dataset`."""
     datasets, found = importlib.import_module("datasets"), open_dataset(source, streaming=True)
     if "image" in (found.features or {}):
         found = found.cast_column("image", datasets.Image(decode=False))
@@ -310,14 +309,16 @@ def of_dataset(source: str) -> Iterator[Record]:
 
 
 def prompts(path: Path) -> Iterator[Record]:
-    """What to draw, from JSON lines of {prompt, id}, or of any other file the lines. Raises ValueError as `records`."""
+    """Read prompts from JSON lines of {prompt, id}, or from the lines of any other file. Raises ValueError as
+    `records`.
+    """
     if not path.is_file():
-        raise ValueError(f"{path}: got no such file, expected one with prompts")
+        raise ValueError(f"{path}: got no such file")
     return (_of_prompt(name, line, path.suffix.lower() == ".jsonl") for name, line in _lines(path))
 
 
 def texts(path: Path) -> list[str]:
-    """All prompts of such a file. Raises ValueError for a line without one, and for a file without any."""
+    """Return all prompts of such a file. Raises ValueError if a line has none, or the file has none."""
     read = list(prompts(path))
     if error := next((record.error for record in read if record.error is not None), None if read else f"{path}: empty"):
         raise ValueError(f"prompts: {error}")
@@ -337,7 +338,7 @@ def _of_prompt(name: str, line: bytes, is_json: bool) -> Record:
 
 
 def write_parquet(rows: Iterator[dict[str, Any]], path: Path, columns: Mapping[str, str]) -> None:
-    """Write records as parquet, some at a time. `columns`: arrow types by name."""
+    """Write records as parquet, some at a time. `columns` are arrow types by name."""
     arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     schema = arrow.schema([(name, arrow.type_for_alias(kind)) for name, kind in columns.items()])
     with open(path, "wb") as file, parquet.ParquetWriter(file, schema) as writer:

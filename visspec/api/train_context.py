@@ -1,4 +1,4 @@
-"""Prepare the default drafter for a model: the command behind `visspec train drafter --preset context`."""
+"""Preparation of the default drafter for a model, for `visspec train drafter --preset context`."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from visspec.models.lookup.context import ContextDrafter
 from visspec.models.lookup.successors import successors
 from visspec.presets import target_sizes
 
-PROMPT = "Hello."  # the table is one of an answer's words; what was asked hardly matters
+PROMPT = "Hello."  # the table is about words of answers, so the prompt hardly matters
 
 
 def run(target: str | Path, out: Path, overwrite: bool = False, seed: int = 0, **hardware: Any) -> ContextDrafter:
-    """Write a drafter with the table of a model (`models.lookup.successors`) into a folder.
+    """Write a drafter with the table of a model (`models.lookup.successors`) to a folder.
 
     Args:
-        target: Folder or hub id of a model that answers in text.
-        out: The folder, which `accelerate(model, out)` takes.
-        overwrite: Whether a drafter that is there is replaced.
-        seed: Noted in provenance.json; nothing is drawn.
+        target: Folder or hub id of a model that generates text.
+        out: The folder, for `accelerate(model, out)`.
+        overwrite: Whether to replace an existing drafter.
+        seed: Only recorded in provenance.json, since nothing is sampled.
         hardware: `device`, `dtype` and `trust_remote_code` of the model.
 
     Raises:
-        ValueError: The folder holds something else, or the model verifies no trees.
+        ValueError: If the folder holds something else, or the model can't verify trees.
     """
     check_out(out, resume=False, overwrite=overwrite)
     model, processor = loading.load(str(target), **hardware)

@@ -1,6 +1,6 @@
-"""Distil a feature drafter for any vision-language target from images, prompts or conversations.
+"""Distillation of a feature drafter for any vision-language target, from images, prompts or conversations.
 
-The command behind `visspec train drafter --target FOLDER --data DATA --out FOLDER`.
+Used by `visspec train drafter --target FOLDER --data DATA --out FOLDER`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ from visspec.train.options import TrainingOptions
 from visspec.train.store import Store
 from visspec.types import Request
 
-# Options of a drafter's network.
 NETWORK = ("image_latents", "draft_vocab", "block", "layers", "intermediate", "structure")
 STEPS, STEP_ROWS, GROUP = 2000, 8, 8
 
 
 def request_of(model, inputs: dict[str, Any], *, temperature: float, max_new_tokens: int, seed: int) -> Request:
-    """The request that `model.generate` would decode, for our loop. Row b draws from the seed `seed + b`."""
+    """Return the request that `model.generate` would decode, for our loop. Row b uses the seed `seed + b`."""
     sampled = temperature > 0
     options: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": max_new_tokens}
     if sampled:
@@ -59,24 +58,28 @@ def request_of(model, inputs: dict[str, Any], *, temperature: float, max_new_tok
 
 
 def check_out(out: Path, resume: bool, overwrite: bool) -> None:
-    """Raises ValueError unless a drafter can be written into a folder without loss of something else."""
+    """Raise ValueError if writing a drafter to the folder would destroy something else."""
     saved, config = checkpoint(out), out / CONFIG
     if config.exists() or any(out.glob("*.safetensors*")):
         if not config.is_file() or "kind" not in read_json(out, CONFIG):
-            raise ValueError(f"out: got {out}, which holds another model, expected a folder of its own")
+            raise ValueError(f"out: {out} holds another model. Choose another folder")
     elif saved is None:
         return
     if not overwrite and not (resume and saved):
         how = "--resume or --overwrite" if saved else "--overwrite"
-        raise ValueError(f"out: got {out}, which holds a drafter, expected a folder of its own or {how}")
+        raise ValueError(f"out: {out} already holds a drafter. Choose another folder, or pass {how}")
 
 
 class Prompts:
-    """Batches of requests of items, a pure function of their number: epoch by epoch in a seeded order. An item that
-    can't be read is counted by the reader, and the next one in the order takes its place.
+    """Batches of requests as a pure function of their number, epoch by epoch in a seeded order.
 
-    number_N: those of the items. own: the data's answers stand in for the target's. total: batches of a run that begins
-    with text alone (MSD): none of the first half has pictures, then more and more, all of the last fortieth.
+    An item that can't be read is counted by the reader and replaced by the next one in the order.
+
+    Args:
+        number_N: Numbers of the items.
+        own: Whether the data's answers replace the target's.
+        total: Number of batches of a run that begins with text only (MSD): none of the first half has pictures, then
+            more and more, all of the last fortieth.
     """
 
     def __init__(
@@ -103,7 +106,7 @@ class Prompts:
         return self.answered(request, items) if self.own else request
 
     def batch(self, number: int) -> tuple[dict[str, Any], list[Item]]:
-        """Arguments of the model, and the items that they are of."""
+        """Return the model's arguments, and the items."""
         epoch, place = divmod(number, self.per_epoch)
         order_N = self.reader.data.shuffle(self.number_N, self.seed + epoch).roll(-place * self.rows)
         pictures = self.pictures(number)
@@ -118,7 +121,7 @@ class Prompts:
                 raise ValueError(f"data: got {len(found)} items that can be read, expected the {self.rows} of a batch")
             try:
                 return self.inputs(list(found.values())), [item for item, _ in found.values()]
-            except Exception:  # of chat templates and processors, which raise anything
+            except Exception:  # chat templates and processors may raise anything
                 before = len(self.reader.bad)
                 for n, item in found.items():
                     try:
@@ -129,7 +132,7 @@ class Prompts:
                     raise
 
     def inputs(self, items: list[tuple[Item, list[Any]]]) -> dict[str, Any]:
-        """Arguments of the model for items with their pictures. Raises ValueError for prompts that are too long."""
+        """Return the model's arguments for items with their pictures. Raises ValueError if a prompt is too long."""
         media = [pictures for _, pictures in items]
         conversations = [item.conversation for item, _ in items]
         chats = [one.messages if any(media) else one.texts() for one in conversations]
@@ -140,7 +143,7 @@ class Prompts:
         return inputs
 
     def answered(self, request: Request, items: list[Item]) -> AnsweredRequest:
-        """A request with the data's answers, stop included, cut at `max_new_tokens`."""
+        """Return a request with the data's answers, stop token included, cut at `max_new_tokens`."""
         ends = self.model.generation_config.eos_token_id
         end = ends if isinstance(ends, list) else [] if ends is None else [ends]
         tokenizer = tokenizer_of(self.processor)
@@ -149,7 +152,7 @@ class Prompts:
         return AnsweredRequest(**{f.name: getattr(request, f.name) for f in fields(request)}, answers=answers)
 
     def pictures(self, number: int) -> bool:
-        """Whether a batch has pictures."""
+        """Return whether a batch has pictures."""
         done = 1.0 if self.total == 0 else number / self.total
         if done < 0.5 or done >= 0.975:
             return done >= 0.975
@@ -159,36 +162,36 @@ class Prompts:
 
 
 def prepare(processor, chats: Sequence[list[Message]], media: Sequence[list[Any]], model) -> dict[str, Any]:
-    """A model's inputs for conversations and their pictures, left-padded, there."""
+    """Return a model's left-padded inputs for conversations and their pictures, on its device."""
     return move_inputs(process_chats(processor, chats, media), model)
 
 
 def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -> list[dict]:
-    """Train and save a drafter. The folder holds the one of the best validation.
+    """Train a drafter and save the one with the best validation.
+
+    Under torchrun every process runs this, with `parallel` "ddp" or "fsdp", and trains on its own answers. A run can be
+    resumed with another number of processes if it divides the number of training batches per update: `accumulate`, or
+    the original number of processes.
 
     Args:
-        target: Folder or hub id of the model that is drafted for.
-        data: As `TrainingData` reads it.
-        out: Folder of the drafter; one of anything else is refused, and one of a drafter that is neither resumed nor
-            overwritten.
-        options: Fields of `DrafterTraining` and of `TrainingOptions`. What is not given is the preset's.
-
-    Under torchrun every process runs this, with `parallel` "ddp" or "fsdp": each trains on answers of its own. Another
-    number of processes can resume a run if it divides the lessons of an update: `accumulate`, or as many as the
-    processes that it began with.
+        target: Folder or hub id of the target.
+        data: As in `TrainingData`.
+        out: Folder of the drafter.
+        options: Fields of `DrafterTraining` and `TrainingOptions`. Defaults come from the preset.
 
     Returns:
-        The validations; of a dry run, which loads and writes nothing, what the run will take.
+        The validations; for a dry run, which loads and writes nothing, its estimates.
 
     Raises:
-        ValueError: An option does not fit, before any work, or a run to resume has other data or settings.
+        ValueError: If an option does not fit, `out` holds something else, or a run to resume has other data or
+            settings.
     """
     given = {**options, "target": str(target), "data": str(data), "out": Path(out)}
     asked, plan = split(given, strange=("prompts", "height", "width"))
     if asked.steps is not None and asked.epochs is not None:
         raise ValueError(f"epochs: got {asked.epochs} and {asked.steps} steps, expected one of the two")
     check_preset(asked.preset, network_of(asked), registry.recipe(asked.preset))
-    options_of(asked, plan)  # bad options are refused before work
+    options_of(asked, plan)  # rejects bad options before work
     resume, dry_run, rows, seed = asked.resume and not asked.dry_run, asked.dry_run, asked.rows, asked.seed
     if not dry_run:
         check_out(Path(out), resume, asked.overwrite)
@@ -253,7 +256,7 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     history = train(trainer, resume)
     if reader.bad:
         last, count = [*reader.bad.values()][-1], len(reader.bad)
-        drafter_export.say(f"{count} items could not be read and others took their place, the last of them: {last}")
+        drafter_export.say(f"{count} items could not be read and were replaced by others, the last of them: {last}")
     chosen: dict[str, Any] = {"structure": name_of(drafter.config.structure)}
     if several.rank == 0 and device != "tp" and asked.structure is None and len(validating) >= LEAST:
         each = [Prompts(model, processor, reader, n, 1, min(most, TOKENS), seed) for n in validating[:MOST].split(1)]
@@ -263,25 +266,25 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
 
 
 def device_of(asked: DrafterTraining) -> tuple[str, SingleProcess]:
-    """The device of a run, and its processes."""
+    """Return the device of a run, and its processes."""
     device = asked.device if asked.device in targets.SPREAD else targets.resolve_device(asked.device)
     several = workers(asked.parallel, device)
     return str(several.device) if several.world > 1 and device != "cpu" else device, several
 
 
 def split(options: Mapping[str, Any], strange: Collection[str] = ()) -> tuple[DrafterTraining, dict[str, Any]]:
-    """The options of a run, and those given of the training itself. Raises ValueError for others, and for those of
+    """Split the options of a run from those of the training itself. Raises ValueError for others, and for those of
     `strange`, which this kind of drafter does not have.
     """
     own, plan = ({f.name for f in fields(kind)} for kind in (DrafterTraining, TrainingOptions))
     if unknown := sorted({*options} - ((own | plan) - {*strange})):
-        raise ValueError(f"{unknown[0]}: this run takes no such option. --data trains for text, --prompts for images.")
+        raise ValueError(f"{unknown[0]}: This run has no such option. --data trains for text, --prompts for images.")
     given = {name: value for name, value in options.items() if name in plan and name not in ("steps", "rows", "seed")}
     return DrafterTraining(**{name: value for name, value in options.items() if name in own}), given
 
 
 def network_of(asked: DrafterTraining) -> dict[str, Any]:
-    """The options of the network that are given."""
+    """Return the options of the network that were set."""
     given = {name: value for name in NETWORK if (value := getattr(asked, name)) is not None}
     return given | ({"structure": registry.parse(f":{asked.structure}")[1]} if asked.structure else {})
 
@@ -289,7 +292,7 @@ def network_of(asked: DrafterTraining) -> dict[str, Any]:
 def options_of(
     asked: DrafterTraining, plan: Mapping[str, Any], rows: int | None = None, steps: int | None = None
 ) -> TrainingOptions:
-    """The options of the training, of which those in `plan` win. rows, steps: in place of those asked for."""
+    """Return the options of the training, overridden by those in `plan`, and by `rows` and `steps`."""
     rows, steps = rows or asked.rows, steps or asked.steps or STEPS
     every = asked.eval_every or plan.get("validate_every", max(steps // 5, 1))
     usual = {"steps": steps, "batch": rows, "rows": min(rows, STEP_ROWS), "group": GROUP, "autocast": asked.bf16}
@@ -297,17 +300,17 @@ def options_of(
 
 
 def lessons_of(out: str | Path, resumed: bool, options: TrainingOptions, several: SingleProcess) -> int:
-    """Lessons of an update, those of a run that goes on among them."""
+    """Return the number of training batches per update, which a resumed run keeps."""
     known = read_json(Path(out) / RUN, PROGRESS) if resumed else {}
     return known.get("accumulate", max(options.accumulate, several.world))
 
 
 def keep_answers(trainer: Trainer, folder: str | Path, settings: dict[str, Any], requests: int) -> None:
-    """Give a run a store of so many requests, and say its size. Raises ValueError if the disk has less room, and for a
-    folder that can't be it.
+    """Give a run a store for `requests` requests, and print its size. Raises ValueError if the disk has too little
+    space or the folder can't be used.
     """
     if Path(folder).resolve() == trainer.folder.resolve():
-        raise ValueError(f"store: got {folder}, the folder of the drafter, expected one of its own")
+        raise ValueError(f"store: {folder} is the folder of the drafter. Choose another one")
     target, prompts, device = trainer.target, trainer.prompts, next(trainer.head.parameters()).device
     trainer.store = Store(folder, settings, lambda: target.law(prompts(0)), device)
     if trainer.workers.rank == 0:
@@ -316,12 +319,12 @@ def keep_answers(trainer: Trainer, folder: str | Path, settings: dict[str, Any],
 
 
 def requests_of(options: TrainingOptions, lessons: int) -> int:
-    """Requests of `prompts` in a run, of so many lessons an update, over all processes."""
+    """Return the number of requests in a run, given the training batches per update of all processes."""
     return -(-options.steps // (options.parts(lessons) * options.reuse)) * options.batches(lessons) * lessons
 
 
 def steps_of(items: float, options: TrainingOptions, lessons: int) -> int:
-    """Steps of a run that sees so many items."""
+    """Return the number of steps of a run that sees this many items."""
     groups = items / (options.batches(lessons) * lessons * options.batch)
     return max(math.ceil(groups * options.parts(lessons) * options.reuse), 1)
 
@@ -329,7 +332,7 @@ def steps_of(items: float, options: TrainingOptions, lessons: int) -> int:
 def what_is_seen(
     data: TrainingData, count: int, held: int, options: TrainingOptions, lessons: int, answers: str
 ) -> str:
-    """A sentence on how much of the data a run sees, and whose answers it trains on."""
+    """Return a sentence on how much of the data a run sees, and whose answers it trains on."""
     seen = requests_of(options, lessons) * options.batch
     whose = "the data's own answers" if answers == "own" else "the target's answers"
     if answers == "target" and data.answers:
@@ -348,21 +351,21 @@ def fresh_or_resumed(
     kind: type[Any] = EagleDrafter,
     **options: Any,
 ):
-    """The drafter of a run's folder when it is to be resumed and there is one, else a new one, of class `kind`."""
+    """Return the drafter of the run's folder if it is resumed and exists, else a new one of class `kind`."""
     if resume and (saved := checkpoint(out)):
         return kind.from_pretrained(saved / DRAFTER, model)
     return kind.for_model(model, seed=seed, **options)
 
 
 def train(trainer: Trainer, resume: bool) -> list[dict]:
-    """Run a trainer and show its progress, answers of the target among it, with a JSON line a hundred steps; the
-    drafter is saved to its folder, its curves in `run/curves.html` there.
+    """Run a trainer and show its progress, with a JSON line every hundred steps. The drafter is saved in its folder,
+    its curves in `run/curves.html` there.
     """
     first, run = trainer.workers.rank == 0, trainer.folder / RUN
     if resume:
         trainer.resume()
     elif first:
-        (run / PROGRESS).unlink(missing_ok=True)  # of the run that this one takes the place of
+        (run / PROGRESS).unlink(missing_ok=True)  # left by a previous run
     with Progress("steps", trainer.plan.steps, trainer.step, hidden=not first) as bar:
 
         def report(entry: dict) -> None:

@@ -1,6 +1,6 @@
-"""Distil a drafter of image codes from pictures that the target draws itself.
+"""Distillation of a drafter of image codes, from pictures that the target draws itself.
 
-The command behind `visspec train drafter --target MODEL --prompts FILE --out FOLDER`.
+Used by `visspec train drafter --target MODEL --prompts FILE --out FOLDER`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from visspec.models.image_codes.target import ImageLayout
 from visspec.train.loop import Trainer, checkpoint
 from visspec.types import Request
 
-EVAL_ROWS = 16  # prompts that validate
+EVAL_ROWS = 16  # number of prompts for validation
 TEXT_ONLY = "answers ignore epochs max_new_tokens max_pixels max_bad export dry_run".split()  # options
 TEXT_ONLY += "image_latents draft_vocab block images structure".split()
 USE = """from visspec import ImagePipeline
@@ -50,8 +50,8 @@ pipe = ImagePipeline.from_pretrained({target!r}, drafter={spec!r})"""
 
 
 class ImagePrompts:
-    """Batches of requests for pictures of texts, a pure function of their number: epoch by epoch in a seeded order, at
-    the model's own guidance and temperature. No two requests draw the same noise.
+    """Batches of requests for pictures of texts as a pure function of their number, epoch by epoch in a seeded order,
+    with the model's own guidance and temperature. No two requests use the same noise.
     """
 
     def __init__(self, pipe: ImagePipeline, layout: ImageLayout, texts: list[str], rows: int, seed: int):
@@ -80,23 +80,27 @@ class ImagePrompts:
 
 
 def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[dict]:
-    """Train and save a drafter for an image model that draws code after code. Returns the validations.
+    """Train a drafter for an image model that draws code after code, and save the one with the best validation.
 
     Args:
         target: A folder, a hub id, an included model, or a pipeline.
-        out: The folder that will hold the drafter with the best validation.
-        options: As of `train_drafter.run`, with `prompts`, a file with a prompt on each line (default: the prompts of
-            an included model's world), `height` and `width` of the pictures in pixels (the model's own), and a `preset`
-            "image-eagle" (default) or "distilled".
+        out: The folder of the drafter.
+        options: As in `train_drafter.run`, with `prompts`, a file with a prompt on each line (default: the prompts of
+            an included model's world), `height` and `width` of the pictures in pixels (default: the model's own), and a
+            `preset`, "image-eagle" (default) or "distilled".
 
-    Raises ValueError for models of vectors, of scales, and of any order, and where there are no prompts.
+    Returns:
+        The validations.
+
+    Raises:
+        ValueError: If the model does not draw code after code, or there are no prompts.
     """
     asked, plan = split({"eval_rows": EVAL_ROWS, **options, "target": str(target), "out": Path(out)}, TEXT_ONLY)
     name, prompts, rows, seed = asked.preset or "image-eagle", asked.prompts, asked.rows, asked.seed
     found, network = registry.recipe(name, "codes"), network_of(asked)
     check_preset(name, network, found)
     if prompts is None and target not in included.table().models:
-        raise ValueError("prompts: got none. Give --prompts FILE with a prompt on each line, or --data for text.")
+        raise ValueError("prompts: got none. Pass --prompts FILE with a prompt on each line, or --data for text.")
     planned = options_of(asked, {**found.plan, **plan})
     check_out(Path(out), asked.resume, asked.overwrite)
     device, several = device_of(asked)
@@ -124,13 +128,13 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
     texts, held = [texts[n] for n in order], max(1, min(int(HELD_OUT * len(texts)), eval_rows))
     capturing = CaptureTarget(family)
-    checks = [  # one batch each
+    checks = [
         ImagePrompts(pipe, layout, part, len(part), seed + 1 + n)
         for n, part in enumerate(texts[first : min(first + rows, held)] for first in range(0, held, rows))
     ]
 
     def validate() -> dict[str, float]:
-        """tau on pictures of held-out prompts, at the drafter's own depth."""
+        """Return tau on pictures of held-out prompts, at the drafter's own depth."""
         fixed = FixedLength(drafter.traits.levels)
         drawn = partial(decode, capturing, drafter, Exact(), length_policy=fixed)
         return {"tau_sampled": measure(drawn, [each(0) for each in checks])}

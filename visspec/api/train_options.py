@@ -1,4 +1,4 @@
-"""Options of a run that trains a drafter. Imports nothing heavy: the command line is made of them."""
+"""Options of a run that trains a drafter. Imports nothing heavy, because the command line is built from them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,71 +9,72 @@ from visspec.io.options import Count, HardwareOptions, Positive, Seed, Share, op
 
 @dataclass(kw_only=True)
 class DrafterTraining(HardwareOptions):
-    """Options of `visspec train drafter`, in Python those of `train_drafter.run` and `train_image_drafter.run`."""
+    """Options of `visspec train drafter`, and in Python of `train_drafter.run` and `train_image_drafter.run`."""
 
     target: str = option("folder or hub id of the target")
     data: str | None = option(
-        "for a drafter of text: a folder or glob of images or videos, .jsonl, .json, .parquet, .tar or hf:NAME, of"
-        " {image, prompt}, `conversations` (LLaVA, ShareGPT) or `messages`; each answer in a record makes an item;"
-        " self: the target, an instruct model, writes 2000 prompts (self:N for N)",
+        "train for text on a folder or glob of images or videos, or on .jsonl, .json, .parquet, .tar or hf:NAME with"
+        " {image, prompt}, `conversations` (LLaVA, ShareGPT) or `messages`; every answer of a record is an item;"
+        " self: an instruct target writes 2000 prompts itself (self:N for N)",
         None,
     )
-    images: str | None = option("with --data self: a folder or glob of pictures that it asks about", None)
+    images: str | None = option("with --data self: a folder or glob of pictures to ask about", None)
     prompts: Path | None = option(
-        "for a drafter of image codes: a file with a prompt on each line (an included model's own prompts)", None
+        "train for images on a file with a prompt on each line (default: an included model's own prompts)", None
     )
     answers: Literal["target", "own"] = option(
-        "target: it answers the prompts itself, as a drafter has to guess what the target says; own: the"
-        " target reads the answers of the data",
+        "target: train on the target's own answers, which a drafter must predict; own: on the answers of the data",
         "target",
     )
-    ignore: list[str] = option("fields of records, or endings of a tar's files, to pass over", [])
-    out: Path = option(writes="folder")
-    steps: Positive | None = option("training steps (2000)", None)
-    epochs: Share | None = option("how often the data is seen, in place of --steps", None)
-    loss: Literal["tv", "soft_ce", "kl"] = option("between the drafter's law and the target's", "tv")
+    ignore: list[str] = option("fields of records, or endings of a tar's files, to ignore", [])
+    out: Path = option("folder of the drafter", writes="folder")
+    steps: Positive | None = option("number of training steps (default: 2000)", None)
+    epochs: Share | None = option("number of passes over the data, instead of --steps", None)
+    loss: Literal["tv", "soft_ce", "kl"] = option("loss between the drafter's distribution and the target's", "tv")
     preset: str | None = option(
-        "context: a table for the default drafter, in minutes and without data; a published drafter: eagle, eagle3,"
-        " flash, ...; of images: image-eagle, distilled (docs/train.md)",
+        "context: prepare the default drafter in minutes, without data; or a published drafter: eagle, eagle3, flash,"
+        " ...; for images: image-eagle, distilled (docs/train.md)",
         None,
     )
     structure: str | None = option(
-        "of drafts: tree=chain, or a tree such as width=4,nodes=16 (the fastest of a few on held-out items)", None
+        "structure of drafts: tree=chain, or a tree such as width=4,nodes=16 (default: the fastest measured one)", None
     )
-    image_latents: Positive | None = option("vectors that stand for an image (1)", None)
+    image_latents: Positive | None = option("number of vectors that represent an image (default: 1)", None)
     draft_vocab: Positive | None = option(
-        "of one-layer drafters: the most frequent ids of the target's answers, which a head of its own predicts"
-        " (eagle3: 32000, others: the target's head)",
+        "one-layer drafters: train a new head for this many most frequent ids of the target's answers"
+        " (default: 32000 for eagle3, else the target's head)",
         None,
     )
-    block: Positive | None = option("of flash (5), dflash, ddtree, dspark, dflash2 (16), deer (15): places", None)
+    block: Positive | None = option("block size of flash (5), dflash, ddtree, dspark, dflash2 (16), deer (15)", None)
     layers: Positive | None = option(
-        "of dflash, ddtree, dspark, dflash2, deer (a quarter of the target's), distilled (3)", None
+        "layers of dflash, ddtree, dspark, dflash2, deer (a quarter of the target's) or distilled (3)", None
     )
-    intermediate: Positive | None = option("width of the drafter's MLP (the target's)", None)
-    height: Positive | None = option("of images, in pixels (the model's own)", None)
-    width: Positive | None = option("of images, in pixels (the model's own)", None)
-    max_new_tokens: Positive = option("of the target's own answers", 256)
-    seed: Seed = option("of the random numbers", 0)
-    rows: Positive = option("answers that the target makes together", 16)
+    intermediate: Positive | None = option("width of the drafter's MLP (default: the target's)", None)
+    height: Positive | None = option("height of images in pixels (default: the model's own)", None)
+    width: Positive | None = option("width of images in pixels (default: the model's own)", None)
+    max_new_tokens: Positive = option("maximum length of the target's answers", 256)
+    seed: Seed = option("random seed", 0)
+    rows: Positive = option("batch size of the target's answers", 16)
     rate: float = option("peak learning rate", 1e-3)
-    schedule: Literal["cosine", "linear", "constant"] = option("of the learning rate", "cosine")
-    warm_up: float = option("share of the steps in which the rate rises", 0.025)
-    accumulate: Positive = option("lessons of an update, over all processes", 1)
-    bf16: bool = option("matrix products of the drafter in bfloat16", False)
-    eval_every: Positive | None = option("steps between measurements of tau on held-out data (a fifth)", None)
+    schedule: Literal["cosine", "linear", "constant"] = option("schedule of the learning rate", "cosine")
+    warm_up: float = option("share of the steps for warm-up of the learning rate", 0.025)
+    accumulate: Positive = option("batches per update, over all processes", 1)
+    bf16: bool = option("compute the drafter's matrix products in bfloat16", False)
+    eval_every: Positive | None = option("steps between validations (default: a fifth of the steps)", None)
     eval_rows: Positive = option(
-        "items that only validate, drawn by seed, a twentieth of the data at most (64; 16 prompts)", 64
+        "number of held-out items for validation, at most a twentieth of the data (for images: 16 prompts)", 64
     )
-    max_pixels: Positive | None = option("pictures are scaled down to so many", None)
-    max_bad: Count = option("items that can't be read and are passed over, in each process", 100)
+    max_pixels: Positive | None = option("scale larger pictures down to this many pixels", None)
+    max_bad: Count = option("number of unreadable items to skip, in each process", 100)
     save_every: Positive = option("steps between checkpoints", 200)
-    keep: Positive = option("checkpoints that are kept, beside that of the best tau", 1)
-    export: str | None = option("write OUT/FORM for other engines too: eagle3, dflash, speculators, ...", None)
-    store: Path | None = option("keep the target's answers here, for later runs too", None, writes="folder")
-    parallel: str | None = option(
-        "under torchrun: whole weights in each process (ddp), or spread", None, choices=["ddp", "fsdp"]
+    keep: Positive = option("number of checkpoints to keep in addition to the best one", 1)
+    export: str | None = option("also write OUT/FORM for other engines: eagle3, dflash, speculators, ...", None)
+    store: Path | None = option(
+        "folder to store the target's answers in, for this and later runs", None, writes="folder"
     )
-    dry_run: bool = option("print bytes and seconds of the run, from the target's configuration alone", False)
-    resume: bool = option("go on with the run in --out, if there is one", False)
-    overwrite: bool = option("train anew where --out holds a drafter already", False)
+    parallel: str | None = option(
+        "with torchrun: copy (ddp) or shard (fsdp) the drafter's weights", None, choices=["ddp", "fsdp"]
+    )
+    dry_run: bool = option("estimate memory and time from the target's configuration, without training", False)
+    resume: bool = option("continue the run in --out, if there is one", False)
+    overwrite: bool = option("replace a drafter that is already in --out", False)

@@ -1,4 +1,4 @@
-"""The processes of a training run, as torchrun starts them, through the library `accelerate`: DDP, or FSDP2."""
+"""Training in several processes started by torchrun, with the library `accelerate`: DDP or FSDP2."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ EXTRA = "train"
 
 
 def workers(parallel: str | None, device: str) -> SingleProcess:
-    """What torchrun has started, or `SingleProcess`. parallel: "ddp" (each process has all weights of the drafter),
-    "fsdp" (they are spread) or None: ddp where there are several. Raises ValueError for anything else.
+    """Return the processes that torchrun has started, or `SingleProcess`. `parallel` is "ddp" (each process has all
+    weights of the drafter), "fsdp" (they are sharded) or None (ddp if there are several processes). Raises ValueError
+    for anything else.
     """
     if parallel not in (None, "ddp", "fsdp"):
         raise ValueError(f"parallel: got {parallel!r}, expected ddp or fsdp")
     world = int(os.environ.get("WORLD_SIZE", "1"))
-    if device == "tp":  # they share one target, so all of them make the same answers and train the same drafter
+    if device == "tp":  # they share one target, so all of them train the same drafter on the same answers
         if parallel is not None:
             raise ValueError(f"parallel: got {parallel} with device tp, expected one of the two")
-        return SingleProcess(int(os.environ.get("RANK", "0")))  # the first one writes
+        return SingleProcess(int(os.environ.get("RANK", "0")))  # only the first process writes
     if world == 1:
         if parallel is not None:
             raise ValueError(f"parallel: got {parallel} in one process, expected several (torchrun)")
@@ -33,7 +34,7 @@ def workers(parallel: str | None, device: str) -> SingleProcess:
 
 
 class Workers(SingleProcess):
-    """Several processes. The trained module is wrapped; everything else is each process's own."""
+    """Several processes. The trained module is wrapped; everything else belongs to a single process."""
 
     def __init__(self, sharded: bool, device: str):
         from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
@@ -43,7 +44,9 @@ class Workers(SingleProcess):
             plugin = FullyShardedDataParallelPlugin(
                 fsdp_version=2, auto_wrap_policy="no_wrap", cpu_ram_efficient_loading=False
             )
-        unused = DistributedDataParallelKwargs(find_unused_parameters=True)  # lessons without images
+        unused = DistributedDataParallelKwargs(
+            find_unused_parameters=True
+        )  # batches without images leave parameters unused
         self.accelerator = Accelerator(cpu=device == "cpu", fsdp_plugin=plugin, kwargs_handlers=[unused])
         self.rank, self.world, self.sharded = self.accelerator.process_index, self.accelerator.num_processes, sharded
         self.device = self.accelerator.device

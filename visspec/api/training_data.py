@@ -1,7 +1,7 @@
-"""Training data: items that are read when they are needed, in an order that is a function of a seed.
+"""Training data: items that are read on demand, in an order that only depends on a seed.
 
-An item is a prompt of a record: all turns before one of its answers, which the target gives, or the data. What is kept
-in memory is where records are: numbers, and of folders names.
+An item is a prompt of a record: all turns before one of its answers, which comes from the target or from the data. Only
+the locations of records are kept in memory.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from visspec.io.images import MAX_PIXELS, read_image
 from visspec.io.videos import SUFFIXES, Clip, open_media
 
 ANSWERS = ("target", "own")
-CHUNK = 1 << 20  # bytes of a JSON array that are read together
-WINDOW = 4  # groups of parquet's rows that are shuffled, and kept, together
-LARGEST_GROUP = 1 << 30  # bytes of one
-HELD_OUT = 0.05  # share of the records that only validates, at least one
+CHUNK = 1 << 20  # bytes of a JSON array read at once
+WINDOW = 4  # row groups of parquet that are shuffled, and kept in memory, together
+LARGEST_GROUP = 1 << 30  # maximum bytes of a row group
+HELD_OUT = 0.05  # share of the records used for validation, at least one
 
 Entry = Mapping[str, Any]
 
 
-# --- where records are ------------------------------------------------------------------------------------------------
+# --- location of records ----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Records:
-    """`count` records by their number.
+    """`count` records, read by number.
 
     Args:
-        count: How many.
-        read: The entry of a number.
-        name: What an error calls a number.
+        count: Number of records.
+        read: Returns the entry of a number.
+        name: Returns the name of a number for error messages.
         folder: Where relative paths start.
-        groups: Where groups of records begin that are read together.
+        groups: First numbers of groups of records that are read together.
     """
 
     count: int
@@ -63,7 +63,7 @@ class Records:
 
 
 def of_files(source: str, ignore: Collection[str]) -> Records:
-    """Images and videos of a folder, a glob, or one."""
+    """Read images and videos of a folder, a glob, or one file."""
     found = [record for record in sources.records([source]) if not record.passed_over]
     for record in found:
         if record.error is not None:
@@ -77,7 +77,7 @@ def of_files(source: str, ignore: Collection[str]) -> Records:
 
 
 def of_lines(source: str, ignore: Collection[str]) -> Records:
-    """JSON lines, or the elements of a JSON array."""
+    """Read JSON lines, or the elements of a JSON array."""
     path, starts, ends = Path(source), array("q"), array("q")
     for start, end in _elements(path):
         starts.append(start)
@@ -92,8 +92,8 @@ def of_lines(source: str, ignore: Collection[str]) -> Records:
 
 
 def _elements(path: Path) -> Iterator[tuple[int, int]]:
-    """Where the elements of a JSON array begin and end, or the lines of a file that is none. Read as Latin-1, in which
-    a byte is a character: what JSON's structure is made of is ASCII.
+    """Yield the spans of the elements of a JSON array, or of the lines of another file. The file is read as Latin-1, in
+    which a byte is a character, since the syntax of JSON is ASCII.
     """
     decode, blank = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
     with open(path, "rb") as file:
@@ -124,9 +124,9 @@ def _elements(path: Path) -> Iterator[tuple[int, int]]:
 
 
 def of_shard(source: str, ignore: Collection[str]) -> Records:
-    """A tar in the layout of webdataset, as `sources.of_tar` has it. Files stay where they are."""
+    """Read a tar in the layout of webdataset, as `sources.of_tar` does. Files stay in the tar until they are needed."""
     path, width, last = Path(source), 2 * len(sources.PARTS), None
-    places = array("q")  # of each record: offset and size of every part, or -1
+    places = array("q")  # per record: offset and size of every part, or -1
     with tarfile.open(path, "r:") as shard:
         while (member := shard.next()) is not None:
             shard.members.clear()  # type: ignore[attr-defined]  # it would remember them all
@@ -154,14 +154,14 @@ def of_shard(source: str, ignore: Collection[str]) -> Records:
         found = members(number)
         entry = loads(found["json"].read()) if "json" in found else {}
         if not isinstance(entry, dict):
-            raise ValueError("got a .json that is no object, expected one")
+            raise ValueError("got a .json that is not an object")
         entry = {name: value for name, value in entry.items() if name not in ("image", "images")}
         if "prompt" in found:
             entry["prompt"] = found["prompt"].read().decode(errors="replace").strip()
         return entry | ({"image": found["image"]} if "image" in found else {})
 
     def name(number: int) -> str:
-        """The one in the header of its first file, of 100 bytes at most."""
+        """Return the name in the header of its first file, which has at most 100 bytes."""
         first = next(iter(members(number).values()))
         header = ArchiveMember(path, first.offset - tarfile.BLOCKSIZE, 100).read()
         return f"{header.partition(bytes(1))[0].decode(errors='replace')} of {path}"
@@ -170,7 +170,7 @@ def of_shard(source: str, ignore: Collection[str]) -> Records:
 
 
 def of_parquet(source: str, ignore: Collection[str]) -> Records:
-    """Rows of parquet. The groups that were read last are kept."""
+    """Read rows of parquet. The most recent row groups are kept in memory."""
     file = sources.need("pyarrow.parquet", source).ParquetFile(source)
     sizes = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
     if (large := max((group.total_byte_size for group in sizes), default=0)) > LARGEST_GROUP:
@@ -186,11 +186,11 @@ def of_parquet(source: str, ignore: Collection[str]) -> Records:
 
 
 def of_dataset(source: str, ignore: Collection[str]) -> Records:
-    """A data set of the library `datasets`, which maps its files into memory: hf:NAME[:SPLIT] (default train; it is
-    fetched whole), or a folder that `save_to_disk` wrote.
+    """Read a data set of the library `datasets`, which maps its files into memory: hf:NAME[:SPLIT] (default: train; it
+    is downloaded whole), or a folder written by `save_to_disk`.
     """
     found = sources.open_dataset(source, streaming=False)
-    rows = found.with_format("arrow")  # images as they are stored
+    rows = found.with_format("arrow")  # does not decode images
     return Records(len(found), lambda n: rows[n : n + 1].to_pylist()[0], partial(row_name, source))
 
 
@@ -199,7 +199,7 @@ def row_name(source: str, number: int) -> str:
 
 
 def records_of(data: str, ignore: Collection[str] = ()) -> Records:
-    """The records of a folder, a glob, a file or hf:NAME. Raises ValueError if there are none, or one can't be read."""
+    """Return the records of a folder, a glob, a file or hf:NAME. Raises ValueError if there are none."""
     path = Path(data)
     kinds = {".jsonl": of_lines, ".json": of_lines, ".parquet": of_parquet, ".tar": of_shard}
     kind = kinds.get(path.suffix.lower()) if path.is_file() else None
@@ -218,17 +218,23 @@ def records_of(data: str, ignore: Collection[str] = ()) -> Records:
 
 
 class Item(NamedTuple):
-    """A prompt, and the data's own answer to it, where there is one."""
+    """A prompt, and the data's own answer to it, if there is one."""
 
     conversation: Conversation
     answer: str | None
 
 
 class TrainingData:
-    """The items of data, each read when it is asked for. answers: "target" makes an item of every place of a record at
-    which the user waits for an answer, "own" of every answer of the data. prompt: of a record that has none.
+    """The items of data, read on demand.
 
-    Raises ValueError for a record that can't be used, before any work: all are read once, images not.
+    All records are read once at the start, without images. Raises ValueError if one can't be used.
+
+    Args:
+        data: A folder, a glob, a file or hf:NAME.
+        answers: "target" makes an item of every place at which the user waits for an answer, "own" of every answer in
+            the data.
+        ignore: Fields or files to ignore.
+        prompt: The prompt of records that have none.
     """
 
     def __init__(self, data: str | Path, answers: str = "target", ignore: Collection[str] = (), prompt: str = PROMPT):
@@ -236,14 +242,14 @@ class TrainingData:
             raise ValueError(f"answers: got {answers!r}, expected one of {', '.join(ANSWERS)}")
         self.records, self.ignore, self.prompt = records_of(str(data), ignore), ignore, prompt
         self.record, self.turn, digest = array("q"), array("q"), hashlib.sha256()
-        self.answers = 0  # of the data
+        self.answers = 0  # number of answers in the data
         for number in range(self.records.count):
             try:
                 conversation = self.conversation(number)
                 turns = conversation.questions()
                 known = [turn for turn in turns if conversation.answer(turn) is not None]
                 if answers == "own" and not known:
-                    raise ValueError("got no answer, expected one: --answers own trains on those of the data")
+                    raise ValueError("got no answer, which --answers own requires")
             except (ValueError, OSError) as error:
                 raise ValueError(f"data: {self.records.name(number)}: {error}") from None
             self.answers += len(known)
@@ -251,10 +257,10 @@ class TrainingData:
             self.record.extend([number] * len(turns))
             self.turn.extend(turns)
             digest.update(repr((conversation.messages, [name_of(one) for one in conversation.media])).encode())
-        self.digest = f"{len(self)} items, sha256 {digest.hexdigest()[:16]}"  # wherever they lie
+        self.digest = f"{len(self)} items, sha256 {digest.hexdigest()[:16]}"  # does not depend on the location
 
     def conversation(self, number: int) -> Conversation:
-        """A whole record. Raises ValueError as `conversation_of`."""
+        """Return a whole record. Raises ValueError as `conversation_of`."""
         return conversation_of(self.records.read(number), self.records.folder, self.ignore, self.prompt)
 
     def __len__(self) -> int:
@@ -265,12 +271,12 @@ class TrainingData:
         return Item(whole.until(turn), whole.answer(turn))
 
     def name(self, number: int) -> str:
-        """What an error calls an item."""
+        """Return the name of an item for error messages."""
         return self.records.name(self.record[number])
 
     def hold_out(self, most: int, seed: int) -> tuple[Tensor, Tensor]:
-        """Numbers of the items to train on, and of at most `most` to validate on: `HELD_OUT` of the records, drawn by
-        seed, whole; both are all items where there is one record.
+        """Return the numbers of the items to train on, and of at most `most` items to validate on, which belong to
+        `HELD_OUT` of the records, drawn by seed. With a single record, both are all items.
         """
         count, record_N = self.records.count, torch.tensor(self.record)
         if count == 1:
@@ -280,8 +286,8 @@ class TrainingData:
         return (~held_N).nonzero()[:, 0], held_N.nonzero()[:, 0][:most]
 
     def shuffle(self, number_N: Tensor, seed: int) -> Tensor:
-        """Items in a seeded order; where groups of records are read together, `WINDOW` groups drawn at random one after
-        the other.
+        """Return items in a seeded order. Records that are read in groups are shuffled `WINDOW` random groups at a
+        time.
         """
         generator = torch.Generator().manual_seed(seed)
         number_N = number_N[torch.randperm(len(number_N), generator=generator)]
@@ -294,12 +300,12 @@ class TrainingData:
 
 
 def name_of(media: Media) -> str | int:
-    """What tells a picture or video apart, wherever it lies: a name, or the number of bytes."""
+    """Return what identifies a picture or video independent of its location: a name, or the number of bytes."""
     return media.name if isinstance(media, Path) else media.size if isinstance(media, ArchiveMember) else len(media)
 
 
 def read_media(media: Media, max_pixels: int | None = None) -> Image.Image | Clip:
-    """A picture, or a video's frames, scaled down to `max_pixels`. Raises ValueError or OSError if it can't be read."""
+    """Read a picture or a video's frames, scaled down to `max_pixels`. Raises ValueError or OSError if it can't."""
     if isinstance(media, Path):
         found = open_media(media)
     else:
@@ -312,7 +318,7 @@ def read_media(media: Media, max_pixels: int | None = None) -> Image.Image | Cli
 
 
 def shrink(image: Image.Image, max_pixels: int) -> Image.Image:
-    """An image of at most so many pixels, in its proportions."""
+    """Scale an image down to at most this many pixels, keeping its proportions."""
     share = (max_pixels / (image.width * image.height)) ** 0.5
     if share >= 1:
         return image
@@ -320,14 +326,14 @@ def shrink(image: Image.Image, max_pixels: int) -> Image.Image:
 
 
 class Reader:
-    """Reads items and notes those that can't be, `bad`: item to reason. Raises ValueError for more than `max_bad`."""
+    """Reads items and records the bad ones in `bad`, item to reason. Raises ValueError for more than `max_bad`."""
 
     def __init__(self, data: TrainingData, max_bad: int = 100, max_pixels: int | None = None):
         self.data, self.max_bad, self.max_pixels = data, max_bad, max_pixels
         self.bad: dict[int, str] = {}
 
     def __call__(self, number: int, pictures: bool = True) -> tuple[Item, list[Image.Image | Clip]] | None:
-        """An item and its pictures, or None for a bad one. pictures: False leaves them out."""
+        """Return an item and its pictures, or None for a bad one. `pictures=False` leaves pictures out."""
         if number in self.bad:
             return None
         try:
@@ -338,7 +344,7 @@ class Reader:
             return None
 
     def skip(self, number: int, error: Exception) -> None:
-        """Note an item that can't be used."""
+        """Record an item that can't be used."""
         self.bad[number] = f"{self.data.name(number)}: {str(error).splitlines()[0]}"
         if len(self.bad) > self.max_bad:
             raise ValueError(

@@ -1,9 +1,9 @@
 """Speculative Verdict (arXiv 2510.20812): several small models answer, agreement selects, a large one decides.
 
 This is *selection*: the answer is not distributed as the large model's own. With l_b(y) the mean log-probability of an
-answer's tokens under model b, a peer b that answered y_b differs from y_a by max(0, l_b(y_b) - l_b(y_a)); a draft's
-score is the mean over its peers, and the lowest are chosen. The published code sums in place of the mean, takes the
-absolute value and counts the question's tokens.
+answer's tokens under model b, a peer b that answered y_b differs from y_a by max(0, l_b(y_b) - l_b(y_a)). A draft's
+score is the mean over its peers, and the lowest are chosen. The published code uses the sum instead of the mean, takes
+the absolute value and counts the question's tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from visspec.types import Processor
 
 TEMPLATE = "{question}\n\nOthers who saw the picture said:\n{paths}\n\nDecide, and answer the question: {question}"
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")  # two levels of braces inside
+BOXED = re.compile(r"\\boxed\{((?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*)\}")  # up to two nested levels of braces
 SAMPLED = ("do_sample", "temperature", "top_k", "top_p", "seed")
 
 
@@ -41,15 +41,20 @@ def decide(
     members: Sequence[Member], judge: Member, image: Image.Image, question: str, *, keep: int = 3,
     seed: int = 0, **generate: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Asks all members, and then the judge (greedily), which reads the `keep` drafts that their peers agree with most.
+    """Ask all members, and then the judge (greedily), which reads the `keep` drafts that their peers agree with most.
 
     Args:
-        seed: For ties among drafts of equal score; with `do_sample` also for what is drafted.
+        members: The models that draft answers.
+        judge: The model that decides.
+        image: The picture.
+        question: The question.
+        keep: Number of drafts that the judge reads.
+        seed: For ties among drafts of equal score, and with `do_sample` for the drafts.
         generate: Arguments of `generate`.
 
     Returns:
         "answer", "text" and "prompt" of the judge, "guarantee", "drafts" (name, text, answer, error, score, chosen) and
-        "likelihoods" [b][a], the mean log-probability of draft a's answer under model b, or None.
+            "likelihoods" [b][a], the mean log-probability of draft a's answer under model b, or None.
     """
     if len(members) < 2:
         raise ValueError(f"drafts: got {len(members)}, expected two models or more")
@@ -78,20 +83,20 @@ def decide(
 
 
 def ask(member: Member, image: Image.Image, question: str, do_sample: bool = False, **generate: Any) -> str:
-    """What a model answers."""
+    """Return a model's answer."""
     inputs = prepare(member.processor, [image], question, member.fast.model)
     tokens = member.fast.run(**inputs, do_sample=do_sample, **generate).state.tokens[0]
     return member.processor.tokenizer.decode(tokens, skip_special_tokens=True).strip()
 
 
 def answer_of(text: str) -> str:
-    """The span of a text that answers: inside the last <answer></answer>, or else the last \\boxed{}, or else all."""
+    """Return the answer in a text: inside the last <answer></answer>, or else the last \\boxed{}, or else all of it."""
     return (TAGGED.findall(text) or BOXED.findall(text) or [text])[-1].strip()
 
 
 @torch.inference_mode()
 def likelihood(member: Member, image: Image.Image, question: str, answer: str) -> float | None:
-    """Mean log-probability of an answer's tokens behind the question. None if there is no finite one."""
+    """Return the mean log-probability of an answer's tokens after the question; None if it is not finite."""
     model, processor = member.fast.model, member.processor
     spoken = answer if chat_prompt(processor, question)[-1:].isspace() else f" {answer}"
     ids = processor.tokenizer(spoken, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
@@ -109,7 +114,7 @@ def likelihood(member: Member, image: Image.Image, question: str, answer: str) -
 
 
 def disagreement(table: Sequence[Sequence[float | None]]) -> list[float | None]:
-    """Each draft's score from "likelihoods": mean over peers, None where no pair is complete."""
+    """Return each draft's score from "likelihoods": the mean over peers, None if no pair is complete."""
     scores: list[float | None] = []
     for a in range(len(table)):
         pairs = [(row[b], row[a]) for b, row in enumerate(table) if b != a]
@@ -119,7 +124,7 @@ def disagreement(table: Sequence[Sequence[float | None]]) -> list[float | None]:
 
 
 def choose(scores: Sequence[float | None], keep: int, generator: torch.Generator) -> list[int]:
-    """The drafts of the lowest scores, in their order; ties are broken by lot, drafts without a score are left out."""
+    """Return the drafts with the lowest scores, in order; ties are broken at random. Others need a score."""
     lots = torch.rand(len(scores), generator=generator).tolist()
     ranked = sorted((score, lot, i) for i, (score, lot) in enumerate(zip(scores, lots)) if score is not None)
     return sorted(i for _, _, i in ranked[:keep])

@@ -1,8 +1,6 @@
-"""Laws: distributions of node values, one for each node of a batch.
-
-The loop passes distributions between target, drafter and rule without reading them. Operations on a distribution
-(sampling, residuals, validation of a drafter's distribution) are methods of its class: `Categorical` for ids,
-`Denoising` for vectors, `Maps` for maps of ids.
+"""Distributions of node values, one for each node of a batch. The loop passes distributions between target, drafter and
+rule without reading them. Operations such as sampling, residuals and the validation of a drafter's distribution are
+methods of each class: `Categorical` for ids, `Denoising` for vectors, `Maps` for maps of ids.
 """
 
 from visspec.distributions.base import Distribution, check_tensor

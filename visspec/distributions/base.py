@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 class Distribution:
-    """Base class. `width`: maximum number of random numbers for one sample. `drafts`: type of the distributions of
-    drafts.
+    """Base class of distributions. `width` is the maximum number of random numbers for one sample, `drafts` the type of
+    the distributions of drafts.
     """
 
     drafts: type[Distribution]
@@ -22,21 +22,21 @@ class Distribution:
 
     @classmethod
     def limits(cls, capabilities: Any, device: torch.device | str) -> Tensor:
-        """Data about a target (`types.Capabilities`) for `drafted` and `sanitize`, computed once."""
+        """Return data about a target (`types.Capabilities`) for `drafted` and `sanitize`, computed once."""
         raise NotImplementedError
 
     @classmethod
     def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(sanitised values, which are valid (B, N) bool, which may be drafted (B, N) bool).
+        """Check drafted values of (B, N) nodes. Raises ValueError if `value` is not a tensor of such values.
 
-        Raises ValueError unless `value` is a tensor of such values for (B, N) nodes.
+        Returns:
+            Sanitised values, which of them are valid (B, N) bool, and which may be drafted (B, N) bool.
         """
         raise NotImplementedError
 
     def sanitize(self, value: Tensor, limits: Tensor) -> tuple[Distribution, Tensor]:
-        """(the distribution of drafts, sanitised; at which nodes it is valid (B, N) bool).
-
-        Raises ValueError for a distribution of the wrong shape or dtype.
+        """Return the sanitised distribution of drafts, and the nodes at which it is valid, (B, N) bool. Raises
+        ValueError for a wrong shape or dtype.
         """
         raise NotImplementedError
 
@@ -44,7 +44,7 @@ class Distribution:
 def check_tensor(
     name: str, value: object, shape: Sequence[int], dtype: torch.dtype | None, device: torch.device
 ) -> None:
-    """Raises ValueError unless `value` is a tensor of this shape, dtype (None: floating) and device."""
+    """Raise ValueError unless `value` is a tensor of this shape, dtype (None: floating) and device."""
     if not isinstance(value, Tensor) or value.device != device:
         what = f"a tensor on {value.device}" if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{name}: got {what}, expected a tensor on {device}")

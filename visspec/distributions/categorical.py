@@ -1,4 +1,4 @@
-"""Laws over ids. Shapes: B rows, N nodes, V vocabulary."""
+"""Distributions over ids. Shapes: B rows, N nodes, V vocabulary."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ SUM_TOLERANCE = 1e-3  # a float32 softmax over 256k entries sums to one within 1
 
 
 class Categorical(Distribution):
-    """Laws over V ids, from logits (log-probabilities up to a constant) or from probabilities, float32 (..., V).
-
-    The other form is computed when first used.
+    """Distributions over V ids, from logits (log-probabilities up to a constant) or probabilities, float32 (..., V).
+    The other form is computed on first use.
     """
 
     __slots__ = ("_logits", "_p")
@@ -44,18 +43,18 @@ class Categorical(Distribution):
         return known.shape[-1]
 
     def at(self, ids: Tensor) -> Tensor:
-        """Probability of an id under each distribution: (...) -> (...)."""
+        """Return the probability of an id (...) under each distribution (...)."""
         return self.p.gather(-1, ids[..., None])[..., 0]
 
     @classmethod
     def chain(cls, distributions: Sequence[Categorical]) -> Categorical:
-        """Stack the distributions (B, V) of a chain's levels to (B, 1 + levels, V); the root's entry is unused."""
+        """Stack the distributions (B, V) of a chain's levels to (B, 1 + levels, V). The root's entry is unused."""
         levels = [distribution.p for distribution in distributions]
         return cls(p=torch.stack([torch.zeros_like(levels[0]), *levels], dim=1))
 
     @classmethod
     def limits(cls, capabilities: Any, device: torch.device | str) -> Tensor:
-        """(V,) bool: ids that may be drafted."""
+        """Return which ids may be drafted, (V,) bool."""
         allowed_V = torch.ones(capabilities.vocab, dtype=torch.bool, device=device)
         allowed_V[[i for i in capabilities.never_drafted if 0 <= i < len(allowed_V)]] = False
         return allowed_V
@@ -79,14 +78,12 @@ Categorical.drafts = Categorical
 
 
 def categorical(distribution: Distribution) -> Categorical:
-    """The same distribution, typed as one over ids, for code that only handles ids. Not checked here but in
-    `setup.check`.
-    """
+    """Cast a distribution to `Categorical`, for code that only handles ids. `setup.check` has checked the type."""
     return cast(Categorical, distribution)
 
 
 def draw(p: Tensor, u: Tensor) -> Tensor:
-    """Inverse-CDF sample from probabilities p (..., V) with uniforms u (...); never an id of probability zero."""
+    """Sample ids by inverse CDF from probabilities p (..., V) and uniforms u (...), never an id of probability zero."""
     total = p.cumsum(dim=-1)
     pick = torch.searchsorted(total, (u * total[..., -1])[..., None].contiguous(), right=True)[..., 0]
     last = (p > 0).long().mul(torch.arange(p.shape[-1], device=p.device)).amax(dim=-1)
@@ -94,7 +91,7 @@ def draw(p: Tensor, u: Tensor) -> Tensor:
 
 
 def residual(p: Tensor, qf: Tensor) -> Tensor:
-    """The distribution after a rejection, proportional to [p - q f]+; p itself if that is zero (p = q f)."""
+    """Return the distribution after a rejection, proportional to [p - q f]+; p itself if that is zero (p = q f)."""
     rest = (p - qf).clamp_(min=0)
     total = rest.sum(dim=-1, keepdim=True)
     return torch.where(total > 0, rest / total.clamp(min=torch.finfo(p.dtype).tiny), p)

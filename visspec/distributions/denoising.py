@@ -1,12 +1,12 @@
-"""Laws over vectors, sampled by a chain of Gaussian steps as by a diffusion head.
+"""Distributions over vectors, sampled by a chain of Gaussian steps as in a diffusion head.
 
 Shapes: B rows, N nodes, S steps, d size of a vector; M rows of a batch of chains, W points of each chain. Step i of a
-chain takes x_i to x_(i+1), from x_0 ~ N(0, I) to the value x_S:
+chain goes from x_i to x_(i+1), from x_0 ~ N(0, I) to the value x_S:
 
     x_(i+1) = keep_i x_i + move_i o(x_i, i) + sigma_i z_i,    z_i ~ N(0, I)
 
 where o is the network's estimate of the value (the "predicted x0" of DDPM), and log sigma_i is fixed or lies between
-two bounds at a share that the network predicts (iDDPM, Nichol and Dhariwal 2021, equation 15).
+two bounds, at a share that the network predicts (iDDPM, Nichol and Dhariwal 2021, equation 15).
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ Ends = Callable[[Tensor, Tensor, "DenoisingSteps"], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class DenoisingSteps:
-    """Coefficients of the S steps of a chain, all (S,).
-
-    low, high: bounds of log sigma; equal where it is fixed. noisy: whether the last step adds noise; without it the
-    value given x_(S-1) is a point mass, and no draft would ever equal it.
+    """Coefficients of the S steps of a chain, all (S,). `low` and `high` are bounds of log sigma, equal if it is fixed.
+    `noisy` is whether the last step adds noise; without it the value given x_(S-1) is a point mass, and no draft would
+    ever equal it.
     """
 
     keep: Tensor
@@ -56,12 +55,12 @@ class DenoisingSteps:
 
     @property
     def fixed(self) -> bool:
-        """Whether deviations depend on the step only."""
+        """Whether deviations only depend on the step."""
         return self.low is self.high
 
     @cached_property
     def each(self) -> list[tuple[float, Tensor, float]]:
-        """(keep, move (), the lower sigma) of every step, what small tensors are added with fastest."""
+        """(keep, move (), lower sigma) of every step, in the form that is fastest for small tensors."""
         return list(zip(self.keep.tolist(), self.move.unbind(), self.low.exp().tolist()))
 
     def to(self, device: torch.device | str) -> DenoisingSteps:
@@ -72,7 +71,7 @@ class DenoisingSteps:
         return DenoisingSteps(self.keep.to(device), self.move.to(device), low, high, self.noisy)
 
     def warmer(self, temperature: float) -> DenoisingSteps:
-        """The same steps with all deviations multiplied by `temperature`."""
+        """Return the same steps with all deviations multiplied by `temperature`."""
         if temperature == 1.0:
             return self
         scale = math.log(temperature)
@@ -81,13 +80,19 @@ class DenoisingSteps:
 
 
 class Denoising(Distribution):
-    """Laws (B, N) of vectors of `size` numbers, one chain each.
+    """Distributions (B, N) of vectors of `size` numbers, one chain each.
 
-    predict: (points (M, W, d), their steps (M, W) int64, or one for a point of each of all chains, indices (M,) of the
-    chains among the B N, row by row, or None for all) -> (estimates of the value (M, W, d), shares (M, W, d) of log
-    sigma between its bounds, or None if deviations are fixed). calls: counts calls of `predict` under `name`.
-    ends: (start (M, d), normal numbers (M, S, d), steps) -> values (M, d), where one function knows them faster than
-    step by step.
+    Args:
+        predict: Maps points (M, W, d), their steps (M, W) int64 (or one step for one point of every chain), and indices
+            (M,) of the chains among the B N (None: all) to estimates of the value (M, W, d) and shares (M, W, d) of log
+            sigma between its bounds (None if deviations are fixed).
+        steps: The coefficients.
+        shape: (B, N).
+        size: The size d of a vector.
+        calls: Counts calls of `predict` under `name`.
+        name: The name.
+        ends: Maps start (M, d), normal numbers (M, S, d) and steps to values (M, d), if that is faster than step by
+            step.
     """
 
     def __init__(
@@ -106,12 +111,12 @@ class Denoising(Distribution):
 
     @property
     def width(self) -> int:
-        """Normal numbers of one sample."""
+        """Number of normal numbers for one sample."""
         return (len(self.steps) + 1) * self.size
 
     def kernel(self, x_MWd: Tensor, step_MW: Tensor, chains_M: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Distribution of each point's next one: (mean (M, W, d), log sigma (M, W, 1 or d), estimate of the value (M,
-        W, d)).
+        """Return each next point's mean (M, W, d) and log sigma (M, W, 1 or d), and the estimate of the value (M, W,
+        d).
         """
         value, share = self.estimate(x_MWd, step_MW, chains_M)
         return *self.gaussian(x_MWd, step_MW, value, share), value
@@ -119,12 +124,12 @@ class Denoising(Distribution):
     def estimate(
         self, x_MWd: Tensor, step_MW: Tensor | int, chains_M: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """`predict`, counted."""
+        """Call `predict` and count the call."""
         self.calls[self.name] += 1
         return self.predict(x_MWd, step_MW, chains_M)
 
     def gaussian(self, x: Tensor, step: Tensor, value: Tensor, share: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(mean, log sigma) of the points after x (..., d), by estimates of the value and shares at steps (...)."""
+        """Return (mean, log sigma) of the points after x (..., d), given estimates of the value and shares."""
         steps = self.steps
         mean = steps.keep[step][..., None] * x + steps.move[step][..., None] * value
         log_sigma = steps.low[step][..., None]
@@ -133,14 +138,14 @@ class Denoising(Distribution):
         return mean, log_sigma
 
     def sample(self, start_Md: Tensor, normal_MSd: Tensor) -> Trajectory:
-        """One value of each of the M = B N distributions, from normal numbers, step by step."""
+        """Sample one value from each of the M = B N distributions, step by step, with the given normal numbers."""
         points, means, deviations = zip(*self._walk(start_Md, normal_MSd))
         fixed = deviations[0] is None
         log_sigma = self.steps.low[:, None].expand(len(start_Md), -1, 1) if fixed else torch.stack(deviations, 1)
         return Trajectory(torch.stack((start_Md, *points), 1), torch.stack(means, 1), log_sigma)
 
     def value(self, start_Md: Tensor, normal_MSd: Tensor) -> Tensor:
-        """The values of `sample`, (M, d)."""
+        """Return the values of `sample`, (M, d)."""
         if self.ends is not None:
             self.calls[self.name] += len(self.steps)
             return self.ends(start_Md, normal_MSd, self.steps)
@@ -149,7 +154,7 @@ class Denoising(Distribution):
         return end
 
     def _walk(self, x_Md: Tensor, normal_MSd: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Next point, its mean and log sigma (None: fixed), step by step."""
+        """Yield the next point, its mean and log sigma (None: fixed), step by step."""
         steps = self.steps
         last = len(steps) - 1
         for i, (normal_Md, (keep, move, sigma)) in enumerate(zip(normal_MSd.unbind(1), steps.each)):
@@ -166,7 +171,7 @@ class Denoising(Distribution):
 
     @classmethod
     def limits(cls, capabilities: Any, device: torch.device | str) -> Tensor:
-        """(S, d), uninitialised: its shape is what drafts are checked against."""
+        """Return an uninitialised tensor (S, d), whose shape is used to check drafts."""
         return torch.empty(*capabilities.chains, device=device)
 
     @classmethod
@@ -178,10 +183,9 @@ class Denoising(Distribution):
 
 @dataclass(frozen=True, eq=False)
 class Trajectory(Distribution):
-    """Chains that drafts were sampled by: all points, and the Gaussian that each of them was drawn from.
-
-    points: (B, N, S + 1, d), the last of them the drafted value. mean (B, N, S, d) and log_sigma (B, N, S, 1 or d) of
-    the distribution of point i + 1 given those before.
+    """Chains from which drafts were sampled: all points, and the Gaussian from which each of them was drawn. `points`
+    is (B, N, S + 1, d), with the drafted value last. `mean` (B, N, S, d) and `log_sigma` (B, N, S, 1 or d) belong to
+    the distribution of point i + 1 given the earlier points.
     """
 
     points: Tensor
@@ -190,7 +194,7 @@ class Trajectory(Distribution):
 
     @classmethod
     def chain(cls, levels: Sequence[Trajectory]) -> Trajectory:
-        """Stack trajectories (B, S + 1, d) of a chain's levels to (B, 1 + levels, ...); the root's entry is unused."""
+        """Stack trajectories (B, S + 1, d) of a chain's levels to (B, 1 + levels, ...). The root's entry is unused."""
         stacks = zip(*((level.points, level.mean, level.log_sigma) for level in levels))
         return cls(*(torch.stack([torch.zeros_like(stack[0]), *stack], dim=1) for stack in stacks))
 
@@ -210,5 +214,5 @@ Denoising.drafts = Trajectory
 
 
 def denoising(distribution: Distribution) -> Denoising:
-    """The same distribution, typed as one over vectors. Not checked here but in `setup.check`."""
+    """Cast a distribution to `Denoising`. `setup.check` has checked the type."""
     return cast(Denoising, distribution)

@@ -1,6 +1,6 @@
-"""Laws over maps of codes, such as the scales of VAR: given the nodes before, the codes of a map are independent.
-
-Shapes: B rows, N nodes, S codes of the largest map in a pass, V vocabulary. Smaller maps are padded at the end.
+"""Distributions over maps of codes, such as the scales of VAR. Given the earlier nodes, the codes of a map are
+independent. Shapes: B rows, N nodes, S codes of the largest map in a pass, V vocabulary. Smaller maps are padded at the
+end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from visspec.distributions.base import Distribution, check_tensor
 
 
 class Maps(Distribution):
-    """Laws (B, N) from logits (B, N, S, V), float32; node (b, n) has count (B, N) codes. Values are ids (B, N, S)."""
+    """Distributions (B, N) from float32 logits (B, N, S, V). Node (b, n) has count (B, N) codes. Values: (B, N, S)."""
 
     def __init__(self, logits_BNSV: Tensor, count_BN: Tensor):
         self.logits, self.count = logits_BNSV, count_BN
@@ -35,9 +35,7 @@ class Maps(Distribution):
 
     @classmethod
     def chain(cls, levels: list[Maps], size: int) -> Maps:
-        """Stack the distributions (B, 1) of a chain's levels to (B, 1 + levels), padded to `size` codes; the root's
-        entry is unused.
-        """
+        """Stack a chain's distributions (B, 1) to (B, 1 + levels), padded to `size` codes. The root's is unused."""
         padded = [F.pad(distribution.logits, (0, 0, 0, size - distribution.logits.shape[2])) for distribution in levels]
         counts = [distribution.count for distribution in levels]
         stacks = (torch.cat([torch.zeros_like(parts[0]), *parts], dim=1) for parts in (padded, counts))
@@ -45,7 +43,7 @@ class Maps(Distribution):
 
     @classmethod
     def limits(cls, capabilities: Any, device: torch.device | str) -> Tensor:
-        """(S, V), uninitialised: its shape is what drafts are checked against."""
+        """Return an uninitialised tensor (S, V), whose shape is used to check drafts."""
         return torch.empty(max(capabilities.scales), capabilities.vocab, device=device)
 
     @classmethod
@@ -69,5 +67,5 @@ Maps.drafts = Maps
 
 
 def maps(distribution: Distribution) -> Maps:
-    """The same distribution, typed as one over maps. Not checked here but in `setup.check`."""
+    """Cast a distribution to `Maps`. `setup.check` has checked the type."""
     return cast(Maps, distribution)

@@ -1,4 +1,4 @@
-"""Options of a command line as the fields of a dataclass, from which a parser is made. Imports nothing heavy."""
+"""Options of a command line as the fields of a dataclass, from which a parser is built. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 
 def number(kind: Callable[[str], Any], fits: Callable[[Any], bool], expected: str) -> Callable[[str], Any]:
-    """An argparse type for numbers that fit. It raises ArgumentTypeError, which names the option and exits with 2."""
+    """Return an argparse type for numbers that fit. It raises ArgumentTypeError, which names the option."""
 
     def read(text: str) -> Any:
         try:
@@ -35,16 +35,16 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """The three names that are most like a misspelled one."""
+    """Return the three names closest to a misspelled one."""
     return ", ".join(get_close_matches(name, list(names), 3, 0.0))
 
 
 def option(help: str = "", default: object = MISSING, **more: object) -> Any:
-    """A field of a dataclass of options; one without a default is required.
+    """Declare a field of a dataclass of options. A field without a default is required.
 
-    more: choices, metavar and nargs of argparse; `short` ("-o"); `positional`; `repeat`, for a list given item by item;
-    `writes`, for a path that is tried before work: "file", "folder" or "picture", a file by its ending or a folder;
-    `command`, for `what`, the command's last word.
+    `more` has choices, metavar and nargs of argparse; `short` ("-o"); `positional`; `repeat`, for a list given item by
+    item; `writes`, for a path that is checked before work: "file", "folder" or "picture" (a file or folder, by its
+    ending); `command`, for the field that holds the command's last word.
     """
     if isinstance(default, list):
         return field(default_factory=lambda: list(default), metadata={"help": help, **more})
@@ -52,8 +52,8 @@ def option(help: str = "", default: object = MISSING, **more: object) -> Any:
 
 
 def add_options(parser: argparse.ArgumentParser, record: type) -> None:
-    """The fields of a dataclass as a parser's options. A flag is a bool, a list takes several values, a tuple as many
-    as it says, and an annotated type reads its text itself.
+    """Add the fields of a dataclass to a parser. A bool becomes a flag, a list takes several values, a tuple a fixed
+    number, and an annotated type parses its own text.
     """
     hints = get_type_hints(record, include_extras=True)
     for one in fields(record):
@@ -89,16 +89,16 @@ def add_options(parser: argparse.ArgumentParser, record: type) -> None:
 
 @dataclass(kw_only=True)
 class HardwareOptions:
-    """Where and in which dtype a model runs."""
+    """The device and dtype of a model."""
 
     device: str = option(
-        "of torch; auto: the GPU if there is one; balanced: layers over all devices; tp: over torchrun's processes",
+        "torch device; auto: the GPU if there is one; balanced: layers over all devices; tp: over torchrun's processes",
         "auto",
     )
-    dtype: Dtype = option("auto: float32 on a CPU, else the checkpoint's", "auto")
-    trust_remote_code: bool = option("run code that comes with the model (off)", False)
+    dtype: Dtype = option("dtype of the weights; auto: float32 on a CPU, else the checkpoint's", "auto")
+    trust_remote_code: bool = option("run code that comes with the model", False)
 
     @property
     def hardware(self) -> dict[str, Any]:
-        """Keyword arguments of what loads a model."""
+        """Keyword arguments for functions that load a model."""
         return {"device": self.device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}

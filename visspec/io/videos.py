@@ -48,7 +48,7 @@ def read_clip(path: str | Path, frames: int = FRAMES, max_pixels: int = MAX_PIXE
             found = [frame.to_image().convert("RGB").rotate(frame.rotation, expand=True) for frame in chosen]
             fps, indices = float(stream.average_rate or 1), indices[: len(found)]
     except ImportError:
-        raise ValueError(f"{path}: av is not installed, expected it (pip install 'visspec[video]')") from None
+        raise ValueError(f"{path}: av is not installed. Run pip install 'visspec[video]'.") from None
     except FileNotFoundError:
         raise FileNotFoundError(f"there is no video file {path}") from None
     except (av.FFmpegError, OSError, IndexError) as error:

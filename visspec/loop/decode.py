@@ -1,9 +1,9 @@
 """The decode loop: draft, verify, accept, commit, observe.
 
-One loop for plain decoding (nothing drafted), text of vision-language models and discrete image tokens. It is
-independent of model classes: targets, drafters and rules are arguments (`types.Target`, `types.Drafter`,
-`types.Acceptance`). Values and distributions are opaque; the output is stored in `State.output`. Each round
-synchronises host and device once, in `apply_verdict`; lengths, paths and rows are copied to the device from pinned
+The same loop serves plain decoding (nothing drafted), text of vision-language models and discrete image tokens. It does
+not depend on model classes: targets, drafters and rules are arguments (`types.Target`, `types.Drafter`,
+`types.Acceptance`). Values and distributions are opaque, and the output is stored in `State.output`. Each round
+synchronises host and device once, in `apply_verdict`. Lengths, paths and rows are copied to the device from pinned
 memory, which does not block. A request's processors, stop function and grammar may synchronise as well.
 """
 
@@ -43,9 +43,17 @@ Part = TypeVar("Part")
 def decode(
     target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: DraftLengthPolicy
 ) -> State:
-    """Decode a batch. Returns the finished state: its `output` (trimmed at stops) and its `trace`.
+    """Decode a batch.
 
-    Exceptions of the target are raised. Faults of the drafter give an empty draft (`loop.safe_drafter`).
+    Args:
+        target: The model. Its exceptions are raised.
+        drafter: The drafter, or None. If it fails, the draft is empty (`loop.safe_drafter`).
+        rule: The acceptance rule.
+        request: The batch.
+        length_policy: Chooses the draft length of each round.
+
+    Returns:
+        The finished state with its `output` (trimmed at stops) and `trace`.
     """
     state = start(target, drafter, rule, request)
     while state.live:
@@ -57,7 +65,7 @@ def decode(
 
 
 def start(target: Target, drafter: Drafter | None, rule: Acceptance, request: Request) -> State:
-    """Prefill, the first token of every row, and the drafter's own prefill."""
+    """Prefill the target and the drafter, and draw the first token of every row."""
     state, scores = open_request(target, rule, request)
     if drafter is not None and state.live:
         with stage(state.trace, "draft_prefill"):
@@ -68,7 +76,7 @@ def start(target: Target, drafter: Drafter | None, rule: Acceptance, request: Re
 def advance(
     state: State, target: Target, drafter: Drafter | None, rule: Acceptance, length_policy: DraftLengthPolicy
 ) -> Outcome:
-    """One round of all live rows."""
+    """Run one round of all live rows."""
     trace = state.trace
     with stage(trace, "draft"):
         forced = grammar.draft_forced(state)
@@ -87,7 +95,7 @@ def advance(
     with stage(trace, "accept"):
         verdict = rule(draft, scores, state.noise)
         outcome = apply_verdict(state, draft, scores, verdict)
-        trace.rounds[-1] = trace.rounds[-1]._replace(levels=levels)  # those of padding do not count
+        trace.rounds[-1] = trace.rounds[-1]._replace(levels=levels)  # without padding
     with stage(trace, "commit"):
         target.commit(state, draft, outcome)
     if drafter is not None:
@@ -108,7 +116,7 @@ def stage(trace: Trace, name: str) -> Iterator[None]:
 
 
 def open_request(target: Target, rule: Acceptance, request: Request) -> tuple[State, Scores]:
-    """Prefill, and the first token of every row: the acceptance of an empty draft below the prompt's last token."""
+    """Prefill the target and draw the first token of every row, by accepting an empty draft after the prompt."""
     trace = Trace()
     with stage(trace, "prefill"):
         state, scores = target.prefill(request)
@@ -125,18 +133,18 @@ def open_request(target: Target, rule: Acceptance, request: Request) -> tuple[St
 
 
 class Columns(NamedTuple, Generic[Part]):
-    """What a round's read brings to the host: tensors (B, *) of integers, or a row's lists of them."""
+    """What a round copies to the host: integer tensors (B, *), or the lists of one row."""
 
-    length: Part  # of the path
+    length: Part  # length of the path
     path: Part
-    real: Part  # of the draft's nodes; empty where all are
-    parent: Part  # of the draft's nodes; empty where they are a chain
-    values: Part  # of the nodes, as the output buffer wants them
-    following: Part  # the same of the next node
+    real: Part  # which nodes are real; empty if all are
+    parent: Part  # parents of the nodes; empty for a chain
+    values: Part  # values of the nodes, in the form of the output buffer
+    following: Part  # value of the next node
 
 
 def columns(state: State, draft: Draft, verdict: Verdict) -> Columns[Tensor]:
-    """The tensors of a round's read."""
+    """Return the tensors that a round copies to the host."""
     tree, nothing = draft.tree, verdict.path[:, :0]
     return Columns(
         verdict.length[:, None],
@@ -154,20 +162,20 @@ def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) 
     ends = [0, *accumulate([part.shape[1] for part in parts])]
     outcome, had_rejection, state.trace.chain = Outcome(path=[], tokens=[]), [], []
     for b, numbers in enumerate(torch.cat(parts, dim=1).tolist()):
-        found = Columns(*[numbers[i:j] for i, j in pairwise(ends)])
-        path = found.path[: found.length[0]]
+        host = Columns(*[numbers[i:j] for i, j in pairwise(ends)])
+        path = host.path[: host.length[0]]
         end, row = path[-1], state.rows[b]
-        below = range(end + 1, tree.size)[:1] if tree.chain else children(found.parent, end)
-        state.trace.chain.append(len(path) if tree.chain else first_children(found.parent, path))
-        new_tokens = output.new_tokens(path, found.values, found.following)
-        had_rejection.append(any([found.real[n] for n in below]) if found.real else len(below) > 0)
+        below = range(end + 1, tree.size)[:1] if tree.chain else children(host.parent, end)
+        state.trace.chain.append(len(path) if tree.chain else first_children(host.parent, path))
+        new_tokens = output.new_tokens(path, host.values, host.following)
+        had_rejection.append(any([host.real[n] for n in below]) if host.real else len(below) > 0)
         last = "corrected" if had_rejection[b] else "bonus" if len(path) > 1 else "plain"
         count = output.append(row, new_tokens)
         origin[row] += [*["drafted"] * (len(path) - 1), last][:count]
         output.record(row, b, path, count, scores)
         output.tell(row, count)
         outcome.path.append(path)
-        offered = sum(found.real[1:]) if found.real else tree.size - 1
+        offered = sum(host.real[1:]) if host.real else tree.size - 1
         outcome.draft_lengths.append(offered if tree.chain else tree.levels)
         outcome.tokens.append(new_tokens)
     if verdict.drift is not None:
@@ -182,25 +190,23 @@ def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) 
 
 
 def add_drift(state: State, drift_B: Tensor) -> None:
-    """Add to the drift of the live rows."""
+    """Add a round's drift to that of the live rows."""
     if state.drift is None:
         state.drift = drift_B.new_zeros(len(state.trace.origin))
     state.drift.index_add_(0, to_device(state.rows, drift_B.device), drift_B)
 
 
 def children(parents: list[int], node: int) -> list[int]:
-    """Children of a node."""
     return [n for n, parent in enumerate(parents) if parent == node]
 
 
 def first_children(parents: list[int], path: list[int]) -> int:
-    """Nodes of a path, its root included, up to one that is not the first child of the one above."""
+    """Return the number of nodes of a path, root included, before the first one that is not a first child."""
     ends = (n for n, (above, node) in enumerate(pairwise(path), 1) if parents.index(above) != node)
     return next(ends, len(path))
 
 
 def retire(state: State, target: Target, drafter: Drafter | None) -> None:
-    """Remove finished rows from the batch."""
     keep = [b for b, row in enumerate(state.rows) if row not in state.finished]
     if len(keep) < len(state.rows):
         select(state, target, drafter, keep)

@@ -1,4 +1,4 @@
-"""Orders of generation: raster, and the islands of a drafted image (MuLo-SD)."""
+"""Orders of generation: raster, and the rejected islands of a drafted image (MuLo-SD)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from visspec.types import Acceptance, Drafter, DraftLengthPolicy, Order, Request
 
 
 class Raster(Order):
-    """Sequential decoding in the loop: all text, and images by default."""
+    """Sequential decoding in the loop, for all text and by default for images."""
 
     name = "raster"
     raster = True
@@ -21,12 +21,12 @@ class Raster(Order):
 
 
 class RejectedRegions(Order):
-    """A drafted image, verified code by code by a `Local` rule; rejected codes are generated again.
+    """Verifies a drafted image code by code with a `Local` rule and generates the rejected codes again.
 
-    The rejected positions form islands, 8-connected components. All islands are processed in parallel, each in raster
-    order, and wait while the previous position is not final; with the rule's `window` a row of an island starts when
-    the row above is that many codes ahead (ZipAR, He et al., ICML 2025). Accepted codes keep their keys and values,
-    except before a position that is generated again. Without a valid draft the whole image is generated.
+    The rejected positions form 8-connected islands. All islands are generated in parallel, each in raster order, and a
+    position waits until the previous one is final. With the rule's `window`, a row of an island starts when the row
+    above is that many codes ahead (ZipAR, He et al., ICML 2025). Accepted codes keep their keys and values, except
+    before a position that is generated again. Without a valid draft the whole image is generated.
     """
 
     name = "islands"
@@ -36,10 +36,10 @@ class RejectedRegions(Order):
 
     def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
         if drafter is None or not drafter.traits.whole_images:
-            raise ValueError("drafter: got none that drafts whole images, expected lowres for the order islands")
+            raise ValueError("drafter: The order islands needs a drafter of whole images. Use lowres.")
         inner = rule.inner
         if not isinstance(inner, Local):
-            raise ValueError(f"acceptance: got {type(inner).__name__}, expected local for the order islands")
+            raise ValueError(f"acceptance: got {type(inner).__name__}, expected local for the order islands.")
         return RejectedRegions(inner, drafter)
 
     def decode(
@@ -53,7 +53,6 @@ class RejectedRegions(Order):
         return decode_wavefront(target, request, self.schedule)
 
     def schedule(self, decoder: OutOfOrderDecoder) -> None:
-        """Generate all positions."""
         assert self.rule is not None
         trace, places = decoder.state.trace, decoder.free
         with stage(trace, "draft"):
@@ -85,16 +84,16 @@ class RejectedRegions(Order):
             ]
 
     def _draft_codes(self, decoder: OutOfOrderDecoder) -> tuple[Tensor, Tensor]:
-        """(codes (B, places), which of them are drafted). No code is drafted if the drafter failed."""
+        """Return codes (B, places) and which of them are drafted. None is if the drafter failed."""
         assert self.drafter is not None
         drafted_BN = self.drafter.sketch(decoder.state)
         codebook = decoder.target.capabilities.codebook
-        assert codebook is not None  # the rule was bound to it
+        assert codebook is not None  # the rule is bound to it
         real_BN = (drafted_BN >= 0) & (drafted_BN < len(codebook))
         return torch.where(real_BN, drafted_BN, 0), real_BN
 
     def _ready(self, decoder: OutOfOrderDecoder, b: int, island: Places) -> Places:
-        """Positions of an island that can be generated now: one, or with a window one per image row."""
+        """Return the positions of an island that can be generated now: one, or with a window one per image row."""
         assert self.rule is not None
         known, window = decoder.known[b], self.rule.window
         if window is None:
@@ -106,8 +105,8 @@ class RejectedRegions(Order):
 
 
 def islands(places: Places, where: dict[int, tuple[int, int]]) -> list[Places]:
-    """8-connected components of the places, `where` giving their row and column; each sorted, by first place."""
-    left, found = {where[u]: u for u in places}, []
+    """Return the sorted 8-connected components of the places, by first place. `where` has rows and columns."""
+    left, components = {where[u]: u for u in places}, []
     while left:
         edge, island = [next(iter(left))], []
         while edge:
@@ -117,5 +116,5 @@ def islands(places: Places, where: dict[int, tuple[int, int]]) -> list[Places]:
                 continue
             island.append(u)
             edge += [(row + i, column + j) for i in (-1, 0, 1) for j in (-1, 0, 1)]
-        found.append(sorted(island))
-    return sorted(found)
+        components.append(sorted(island))
+    return sorted(components)

@@ -1,13 +1,14 @@
-"""Decoding an image out of raster order (`loop.orders`).
+"""Decoding of an image out of raster order (`loop.orders`).
 
 A position may be generated before all of its raster predecessors. Its distribution is computed from the token at the
-previous position, which attends to all final tokens; every final token is run again in the pass after it was generated,
-so that the cache has its keys and values. The schedule does not depend on tokens, so the host plans all passes and
-synchronises only after each verified draft and at the end.
+previous position, which attends to all final tokens. Every final token is run again in the pass after the one that
+generated it, so that the cache has its keys and values. The schedule does not depend on tokens, so the host plans all
+passes and only synchronises after each verified draft and at the end.
 
-The distribution of a position depends on the positions before it in raster order and on the draft. The total variation
-between the output and plain decoding is at most the expected sum over positions of that between the distribution used
-and the distribution given all previous positions: `audit` measures this sum, the drift, in one extra pass.
+The distribution of a position depends on the earlier positions in raster order and on the draft. The total variation
+between the output and plain decoding is at most the expected sum, over positions, of the total variation between the
+distribution used and the distribution given all previous positions. `audit` measures this sum, the drift, in one extra
+pass.
 
 Shapes: B rows, T places of the image in raster order, grammar included, N nodes of a pass, F decisions, V vocabulary.
 """
@@ -34,14 +35,17 @@ NOWHERE = -1  # position of padding nodes
 def decode_wavefront(target: Target, request: Request, schedule: Callable[[OutOfOrderDecoder], None]) -> State:
     """Decode a batch of images. Returns the finished state, as `decode` does.
 
-    `trace.rounds` has an entry for each pass of the target except prefill and audit; `trace.origin` is "drafted" for
-    accepted codes, "plain" for the others; `state.memory` has the pass of each token, (B, T) as lists.
+    `trace.rounds` has an entry for each pass of the target except prefill and audit. `trace.origin` is "drafted" for
+    accepted codes and "plain" for the others. `state.memory` has the pass number of each token, (B, T) as lists.
 
-    schedule: generates all positions. Raises ValueError for a request that can't be decoded out of order.
+    Args:
+        target: The model.
+        request: The batch. Raises ValueError if it can't be decoded out of order.
+        schedule: A function that generates all positions.
     """
     for name, value in (("processors", request.sampling.processors), ("stop", request.stop), ("eos", request.eos)):
         if value:
-            raise ValueError(f"{name}: got {value!r}, expected none: images are not decoded in raster order here")
+            raise ValueError(f"{name}: This option needs raster order. Leave it out, or pass order='raster'.")
     trace = Trace()
     with stage(trace, "prefill"):
         state, scores = target.prefill(request)
@@ -59,10 +63,9 @@ def decode_wavefront(target: Target, request: Request, schedule: Callable[[OutOf
 
 
 class OutOfOrderDecoder:
-    """A batch of unfinished images: final tokens and their cache slots.
-
-    free: places of the image's codes; preview: positions of codes before them, a smaller image generated first by some
-    models. known, cached: by row and place, on the host. fresh: generated, not yet in the cache.
+    """A batch of unfinished images: final tokens and their cache slots. `free` are the places of the image's codes,
+    `preview` those of a smaller image that some models generate first. `known` and `cached` are host flags by row and
+    place. `fresh` places are generated but not yet in the cache.
     """
 
     def __init__(self, target: Target, state: State, first_BV: Tensor):
@@ -88,35 +91,35 @@ class OutOfOrderDecoder:
         self.used_BTV = first_BV.new_zeros(self.rows, self.total, first_BV.shape[-1])
 
     def due(self, b: int) -> Places:
-        """Positions to run in a row's next pass: its fresh ones, each with the following grammar tokens."""
+        """Return the positions to run in a row's next pass: the fresh ones, each with the following grammar tokens."""
         found = []
         for place in self.fresh[b]:
             found += self.tail(place)
         return found
 
     def tail(self, place: int) -> Places:
-        """A place and the grammar that follows it."""
+        """Return a place and the grammar that follows it."""
         end = place + 1
         while end < self.total and self.grammar[end]:
             end += 1
         return list(range(place, end))
 
     def over(self, place: int, window: int) -> Places:
-        """The places of the image row above from this column on, `window` of them at most."""
+        """Return up to `window` places of the image row above, starting at this column."""
         n = self.number[place]
         end = min(n % self.columns + window, self.columns) - n % self.columns
         return self.free[n - self.columns : n - self.columns + end] if n >= self.columns else []
 
     def step(self, wanted: list[Places]) -> None:
-        """One pass that generates the wanted positions of each row; it runs the fresh tokens and those before the
-        wanted ones.
+        """Run one pass that generates the wanted positions of each row, from the fresh tokens and the predecessors of
+        the wanted positions.
 
-        If the previous position is not final, it is replaced by the code above the wanted one, or by the fixed
-        end of row. No other token attends to this replacement, and the position is run again when it is final.
+        A predecessor that is not final is replaced by the code above the wanted position, or by the fixed end of row.
+        No other token attends to this replacement, and the position is run again when it is final.
         """
         final, extra = [], []
         for b, places in enumerate(wanted):
-            final.append(set(self.due(b) if places else ()))  # rows without a wanted position are complete
+            final.append(set(self.due(b) if places else ()))
             before = {u - 1: self.above.get(u, u - 1) for u in places if u > 0 and u - 1 not in final[b]}
             final[b] |= {t for t in before if self.cached[b][t]}
             extra.append({t: t if self.known[b][t] else s for t, s in before.items() if t not in final[b]})
@@ -128,7 +131,7 @@ class OutOfOrderDecoder:
         self.record([len(places) for places in wanted], ran)
 
     def score_draft(self, drafted_BN: Tensor) -> Tensor:
-        """One pass over a drafted image, treated as final. Returns the distribution at each of its codes, (B, N, V)."""
+        """Run one pass over a drafted image, treated as final. Returns the distributions of its codes, (B, N, V)."""
         places = self.free
         self.tokens_BT[:, places] = drafted_BN
         first = max(places[0] - 1, 0)
@@ -167,7 +170,7 @@ class OutOfOrderDecoder:
             self.known[b][u], self.passes[b][u] = True, now
 
     def _run(self, final: list[set[int]], extra: list[dict[int, int]]) -> tuple[Tensor | None, list[dict[int, int]]]:
-        """A pass over final positions and replacements {position: its token's}; distributions, {position: node}."""
+        """Run final positions and replacements {position: other position}. Returns distributions, {position: node}."""
         tables = [{**{t: t for t in sorted(f)}, **e} for f, e in zip(final, extra)]
         width = max(map(len, tables))
         if width == 0:
@@ -184,7 +187,7 @@ class OutOfOrderDecoder:
         return categorical(scores.distribution).logits, [{t: n for n, t in enumerate(table)} for table in tables]
 
     def _after(self, laws_BNV: Tensor | None, at: list[dict[int, int]], pairs: list[tuple[int, int]]) -> Tensor:
-        """The distribution at each (row, place), (F, V): that of the node before it, of the prompt at place 0."""
+        """Return the distribution (F, V) at each (row, place): after the previous node, or the prompt at place 0."""
         if not pairs:
             return self.first_BV[:0]
         after_BNV = self.first_BV[:, None] if laws_BNV is None else torch.cat([self.first_BV[:, None], laws_BNV], 1)
@@ -206,8 +209,8 @@ class OutOfOrderDecoder:
 
 
 def audit(decoder: OutOfOrderDecoder) -> Tensor:
-    """(B,) sum over places of the total variation between the distribution used and the distribution given all previous
-    positions.
+    """Return the drift (B,): the summed total variation between the distributions used and those given all
+    predecessors.
     """
     state = decoder.state
     device, last = decoder.tokens_BT.device, decoder.total - 1

@@ -1,9 +1,9 @@
-"""Guard of a drafter: its faults cost speed, never output.
+"""Wrapper that keeps faults of a drafter from affecting the output.
 
-An exception (out of memory included) or a draft of wrong types or shapes ends drafting for the request. Single invalid
+An exception (even out of memory) or a draft of wrong types or shapes stops drafting for the request. Single invalid
 nodes are masked: ids out of range, placeholders of image content, values that are not finite, and an invalid
-distribution q. Faults are counted in the trace, and the first one of a drafter warns. For whoever writes a drafter,
-`debug` (or VISSPEC_DEBUG=1) raises them instead. A drafter is trusted not to write to its arguments. Exceptions of the
+distribution q. Faults are counted in the trace, and the first one of a drafter warns. `debug` (or VISSPEC_DEBUG=1)
+raises them instead, for authors of drafters. A drafter is trusted not to write to its arguments. Exceptions of the
 target are always raised.
 """
 
@@ -27,7 +27,7 @@ from visspec.types import FREE, MAX_NODES, Capabilities, Draft, Drafter, Outcome
 
 
 class SafeDrafter(Drafter):
-    """A drafter guarded for one target. chains: the rule judges no trees."""
+    """A drafter wrapped for one target. `chains`: the rule does not support trees."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class SafeDrafter(Drafter):
         self._try(state, self.inner.observe, draft, scores, verdict, outcome)
 
     def sketch(self, state: State) -> Tensor:
-        """The drafter's image; codes of -1 if it failed."""
+        """Return the drafter's image; codes are -1 if it failed."""
         assert state.request.grid is not None
         rows, columns = state.request.grid
         shape, device = (len(state.rows), rows * columns), self.limits.device
@@ -76,7 +76,7 @@ class SafeDrafter(Drafter):
         self._try(state, self.inner.join, other, take)
 
     def finish(self, state: State) -> None:
-        """After the request: count the invalid nodes, and warn once."""
+        """Count the invalid nodes of the request, and warn once."""
         self._try(state, self.inner.finish)
         refused = 0 if state.refused is None else int(state.refused)
         state.trace.faults += refused
@@ -86,22 +86,24 @@ class SafeDrafter(Drafter):
     def _try(
         self, state: State, method: Callable[..., Any], *arguments: object, check: Callable[..., Any] | None = None
     ) -> Any:
-        """What a method of the drafter returns, checked; None if it fails, or has failed earlier in this request."""
+        """Call a method of the drafter and check the result. Returns None if it fails, or has failed in this
+        request.
+        """
         if not state.drafting:
             return None
         try:
-            found = method(state, *arguments)
-            return found if check is None else check(found, state, *arguments)
+            result = method(state, *arguments)
+            return result if check is None else check(result, state, *arguments)
         except Exception as error:
             if self.debug:
                 raise
-            state.drafting, state.memory = False, None  # frees what an out-of-memory drafter holds
+            state.drafting, state.memory = False, None  # frees the memory of a drafter that ran out of it
             state.trace.faults += 1
             self._warn(method, f"{type(error).__name__}: {error}", error)
             return None
 
     def _warn(self, method: Callable[..., Any], what: str, error: Exception | None) -> None:
-        """Warn once, with the line of the drafter that raised the error, or where the method begins."""
+        """Warn once, with the line of the drafter that raised the error, or else the first line of the method."""
         if self.warned:
             return
         self.warned = True
@@ -116,7 +118,7 @@ class SafeDrafter(Drafter):
         )
 
     def _check_draft(self, draft: Draft, state: State, depth: int) -> Draft:
-        """The draft with invalid nodes masked. Raises an exception for wrong types and shapes."""
+        """Return the draft with invalid nodes masked. Raises an exception for wrong types and shapes."""
         if not isinstance(draft, Draft):
             raise TypeError(f"propose: got {type(draft).__name__}, expected a Draft")
         tree, rows, like = draft.tree, len(state.rows), self.limits
@@ -128,19 +130,21 @@ class SafeDrafter(Drafter):
         if tree.levels > depth:
             raise ValueError(f"levels: got {tree.levels}, expected at most {depth}")
         if not (self.trees or tree.chain):
-            raise ValueError("tree: got a branching draft, expected a chain (target or rule takes no trees)")
+            raise ValueError(
+                "tree: got a branching draft, expected a chain, because target or rule do not support trees"
+            )
         shape = (1 if len(tree.parent) == 1 else rows, size)
         check_tensor("tree.parent", tree.parent, shape, torch.long, like.device)
         check_tensor("tree.depth", tree.depth, shape, torch.long, like.device)
         check_tensor("tree.ancestor", tree.ancestor, (*shape, size), torch.bool, like.device)
         value, possible, allowed = self.distribution.drafted(draft.value, (rows, size), like)
         wrong, real = ~possible, possible
-        if self.prompt_ids > self.vocab:  # a drafter may copy them from the prompt, which is no fault
+        if self.prompt_ids > self.vocab:  # a drafter may copy such ids from the prompt
             wrong = wrong & ((draft.value < 0) | (draft.value >= self.prompt_ids))
         if draft.real is not None:
             check_tensor("real", draft.real, (rows, size), torch.bool, like.device)
             wrong, real = wrong & draft.real, real & draft.real
-        if state.request.fixed is not None:  # positions fixed by the layout are valid with any id: `fill` overwrites it
+        if state.request.fixed is not None:  # any id is valid where the layout fixes it, because `fill` overwrites it
             allowed = allowed | (fixed_ids(state, tree.depth) != FREE)
         real, q = real & allowed, draft.q
         if q is not None:
@@ -156,6 +160,8 @@ class SafeDrafter(Drafter):
         room = [state.room(row) - 1 for row in state.rows]
         if min(room) < tree.levels:
             real = real & (tree.depth <= to_device(room, value.device)[:, None])
-        value = value.masked_fill(~real.view(*real.shape, *[1] * (value.dim() - 2)), 0)  # ids that a target can't read
+        value = value.masked_fill(
+            ~real.view(*real.shape, *[1] * (value.dim() - 2)), 0
+        )  # removes ids that a target can't embed
         value = torch.cat([state.pending[:, None], value[:, 1:]], dim=1)
         return fill(Draft(value, tree, q, real), state)

@@ -1,4 +1,4 @@
-"""A compatible set of target, drafter, rule, draft-length policy and order, checked once before any pass."""
+"""A compatible combination of target, drafter, rule, draft-length policy and order, checked once before any pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from visspec.loop.orders import Raster, RejectedRegions
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.types import GUARANTEES, Acceptance, Drafter, DrafterTraits, Order, Request, State, Target
 
-SHAPES = 64  # of drafts whose verdicts are recorded
+SHAPES = 64  # maximum number of draft shapes with a recorded verdict
 
 
 TargetT = TypeVar("TargetT", bound=Target, default=Target, covariant=True)
@@ -24,7 +24,7 @@ TargetT = TypeVar("TargetT", bound=Target, default=Target, covariant=True)
 
 @dataclass(frozen=True, eq=False)
 class DecodingSetup(Generic[TargetT]):
-    """A target with drafter, rule, draft-length policy and order, which decodes requests."""
+    """A target with drafter, rule, draft-length policy and order. It decodes requests."""
 
     target: TargetT
     drafter: SafeDrafter | None
@@ -35,21 +35,21 @@ class DecodingSetup(Generic[TargetT]):
 
     @property
     def passes(self) -> list[Any]:
-        """What was compiled or recorded, of the target and of the drafter."""
-        found = [self.target.passes, self.target.recorder]
+        """The compilers and recorders of target and drafter."""
+        passes = [self.target.passes, self.target.recorder]
         if self.drafter is not None:
-            found += [self.drafter.inner.passes, self.drafter.inner.recorder]
-        return [passes for passes in found if passes is not None]
+            passes += [self.drafter.inner.passes, self.drafter.inner.recorder]
+        return [each for each in passes if each is not None]
 
     @property
     def guarantee(self) -> str:
-        """The weakest of those of the target, the rule and the order."""
-        given = self.target.capabilities.guarantee, self.rule.traits.guarantee
-        return min(given, key=GUARANTEES.index) if self.order.raster else "approximate"
+        """The weakest guarantee of target, rule and order."""
+        guarantees = self.target.capabilities.guarantee, self.rule.traits.guarantee
+        return min(guarantees, key=GUARANTEES.index) if self.order.raster else "approximate"
 
     def promises_tokens(self, greedy: bool) -> bool:
-        """Whether the tokens are those of plain decoding. A rule that is exact with uniform numbers of its own keeps
-        the distribution only; greedy decoding uses none.
+        """Return whether the tokens are those of plain decoding. A rule that is exact with its own uniform numbers only
+        keeps the distribution, except in greedy decoding, which uses none.
         """
         return self.guarantee != "approximate" and (greedy or not self.rule.traits.judges_draws)
 
@@ -58,7 +58,7 @@ class DecodingSetup(Generic[TargetT]):
         return self.finish(self.order.decode(self.target, self.drafter, self.rule, request, self.length_policy))
 
     def finish(self, state: State) -> State:
-        """Count the drafter's faults, also after an interrupted request; the target gives back what it borrowed."""
+        """Count the drafter's faults and release resources, also after an interrupted request."""
         self.target.finish(state)
         if self.drafter is not None:
             self.drafter.finish(state)
@@ -79,14 +79,23 @@ def build_setup(
     graphs: bool | None = False,
     debug: bool = False,
 ) -> DecodingSetup[TargetT]:
-    """Check and build a setup. `rule` is bound here, so pass a copy.
+    """Build a setup and check that its parts fit together.
 
-    subject: passed to the drafter's `attach`, a model or a family; make_target builds the target for a drafter's
-    traits. order None: islands if both drafter and rule support whole images, else raster. levels: maximum draft depth.
-    length: makes the draft-length policy for it; default, `AdaptiveLength`, or `FixedLength` for drafters of a fixed
-    depth, which take no other. compile: tell the drafter too. graphs: record the target's
-    passes, and verdicts with them (None: where that pays). debug: raise the drafter's exceptions. Raises ValueError in
-    one sentence.
+    Args:
+        drafter: The drafter, or None for plain decoding.
+        name: Name of the drafter, for statistics.
+        rule: The acceptance rule. It is bound here, so pass a copy.
+        subject: The model or family that is passed to the drafter's `attach`.
+        make_target: Builds the target for a drafter's traits.
+        order: None for islands if drafter and rule support whole images, else raster.
+        levels: Maximum draft depth.
+        length: Makes the draft-length policy. By default `AdaptiveLength`; `FixedLength` for drafters of a fixed depth.
+        compile: Compile the drafter too.
+        graphs: Record the target's passes and the verdicts as CUDA graphs; None if that is faster.
+        debug: Raise the drafter's exceptions.
+
+    Raises:
+        ValueError: If the parts are incompatible.
     """
     if drafter is not None:
         drafter.attach(subject)
@@ -95,8 +104,8 @@ def build_setup(
     traits = DrafterTraits() if drafter is None else drafter.traits
     target = make_target(traits)
     if compile and graphs:
-        said = "graphs: got True beside compile=True, expected one of them; passes are compiled"
-        warnings.warn(said, RuntimeWarning, stacklevel=2)
+        message = "graphs: got True beside compile=True, expected one of them; passes are compiled"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
     elif graphs is not False and not compile:
         target.record(graphs)
     if target.recorder is not None and rule.traits.distribution is Categorical and not isinstance(rule, GraphedRule):
@@ -126,16 +135,16 @@ def build_setup(
 
 
 def check_order(order: Order, target: Target) -> None:
-    """Raises ValueError for an order of places that the target does not draw in."""
-    found, free = type(order).__name__, target.capabilities.any_order
+    """Raise ValueError if the target can't draw in this order."""
+    name, free = type(order).__name__, target.capabilities.any_order
     if order.visits and not free:
-        raise ValueError(f"order: got {found}, expected raster or none: only any-order models draw in another")
+        raise ValueError(f"order: got {name}, expected raster or none. Only any-order models draw in other orders.")
     if free and not order.raster:
-        raise ValueError(f"order: got {found}, expected raster, spread, halton or a list of places")
+        raise ValueError(f"order: got {name}, expected raster, spread, halton or a list of places.")
 
 
 def check(drafter: Drafter | None, rule: Acceptance, target: Target) -> None:
-    """Raises ValueError if the rule does not support the target's nodes or the drafter's drafts."""
+    """Raise ValueError if the rule does not support the target's nodes or the drafter's drafts."""
     name, wanted = type(rule.inner).__name__, target.capabilities.distribution
     if (judged := rule.traits.distribution) is not wanted:
         raise ValueError(f"acceptance: {name} judges {judged.__name__} distributions, expected {wanted.__name__}")

@@ -1,4 +1,4 @@
-"""Statistics of a call: prints as a table, and in a notebook shows the text coloured by origin."""
+"""Statistics of a call. They print as a table; in a notebook they show the text coloured by origin."""
 
 from __future__ import annotations
 
@@ -21,28 +21,40 @@ MEANING = {
 
 @dataclass
 class Stats:
-    """Statistics of one `generate` call. tau includes the bonus token, `tau_without_bonus` does not."""
+    """Statistics of one `generate` call.
+
+    Attributes:
+        tau: Tokens per round, bonus token included; `tau_without_bonus` excludes it.
+        acceptance_by_depth: Share of the reached drafts that were accepted, by depth.
+        times: Seconds by stage.
+        drift_per_token: Measured total variation of an approximate rule; None if it is not measured.
+        faults: Invalid drafts and exceptions of the drafter.
+        gave_up: Rounds without a draft because it would not have saved time.
+        declared: Description of the declared target's distribution.
+        why: Why "auto" chose the drafter.
+        pieces: (text, origin) of every token, per row.
+    """
 
     tokens: int
     rounds: int
     tau: float
     tau_without_bonus: float
-    acceptance_by_depth: list[float]  # accepted / reached
-    times: dict[str, float]  # seconds by stage
+    acceptance_by_depth: list[float]
+    times: dict[str, float]
     guarantee: str
     drafter: str
     acceptance: str
-    order: str  # order of generation
-    drift_per_token: float | None  # None if it is not measured
+    order: str
+    drift_per_token: float | None
     faults: int
     gave_up: int
-    declared: str = ""  # the distribution of the declared target, in words
-    why: str = ""  # "auto" took the drafter, in words
-    pieces: list[list[tuple[str, str]]] = field(default_factory=list, repr=False)  # per row: (text, origin)
+    declared: str = ""
+    why: str = ""
+    pieces: list[list[tuple[str, str]]] = field(default_factory=list, repr=False)
 
     @classmethod
     def of(cls, state: State, setup: DecodingSetup, tokenizer=None) -> Stats:
-        """From a finished state. With a tokenizer the pieces are text, else ids."""
+        """Compute the statistics of a finished state. Pieces are text with a tokenizer, ids without."""
         trace = state.trace
         passes = sum(len(r.committed) for r in trace.rounds)
         committed = sum(sum(r.committed) for r in trace.rounds)
@@ -74,7 +86,7 @@ class Stats:
         lines = [
             f"{self.tokens} tokens in {self.rounds} rounds of drafter {self.drafter!r}: tau {self.tau:.2f} "
             f"(without bonus {self.tau_without_bonus:.2f})",
-            *([f"the drafter was taken because {self.why}"] if self.why else []),
+            *([f"the drafter was chosen because {self.why}"] if self.why else []),
             f"guarantee: {self.guarantee}{declared}; drift per token {drift}",
             f"accepted / reached by depth: {depth}",
             f"milliseconds: {spent}",
@@ -92,31 +104,30 @@ class Stats:
 
 
 def drift_total(state: State, guarantee: str) -> float | None:
-    """The summed drift: 0 where an exact rule measures none, None where an approximate one measures none."""
+    """Return the summed drift. If none was measured, 0 for an exact rule and None for an approximate one."""
     if state.drift is not None:
         return float(state.drift.sum())
     return None if guarantee == "approximate" else 0.0
 
 
 def drift_text(drift: float | None) -> str:
-    """A drift in words."""
     return "not measured" if drift is None else f"{drift:.4f}"
 
 
 def ended_by(state: State, row: int) -> str:
-    """Why a finished row ended, see `finish_reason`."""
+    """Return why a finished row ended, as `finish_reason` does."""
     return finish_reason(state.tokens[row], state.request.of(row)[0])
 
 
 def finish_reason(tokens: list[int], request: Request) -> str:
-    """Why a row ended: "eos" (a token that ends text), "length" (max_new_tokens) or "stop" (a criterion)."""
+    """Return why a row ended: "eos" (a token that ends text), "length" (max_new_tokens) or "stop" (a criterion)."""
     if tokens[-1] in request.eos:
         return "eos"
     return "length" if len(tokens) >= request.max_new_tokens else "stop"
 
 
 def text_pieces(tokenizer, tokens: list[int], origin: list[str]) -> list[tuple[str, str]]:
-    """Each token's share of the decoded text, with its origin: the text added by the token."""
+    """Return the text that each token added to the decoded text, with the token's origin."""
     if tokenizer is None:
         return [(f" {token}", kind) for token, kind in zip(tokens, origin)]
     pieces, before = [], ""
@@ -129,26 +140,25 @@ def text_pieces(tokenizer, tokens: list[int], origin: list[str]) -> list[tuple[s
 
 
 def html_spans(pieces: list[tuple[str, str]]) -> str:
-    """Text pieces as HTML spans, coloured by origin, escaped."""
+    """Return text pieces as escaped HTML spans, coloured by origin."""
     return "".join(f'<span style="color:{COLOURS[origin]}">{html.escape(text)}</span>' for text, origin in pieces)
 
 
 def by_depth(rounds: Iterable[Round]) -> tuple[list[int], list[int]]:
-    """By depth: number of drafted nodes whose ancestors were all accepted, and number of accepted ones.
-
-    Counted per row: depth i is reached if the row's draft has a node there below its accepted path.
+    """Return, by depth, the number of drafted nodes whose ancestors were all accepted, and how many of them were
+    accepted. Depth i counts as reached in a row if its draft has a node there below the accepted path.
     """
     rounds = list(rounds)
     deepest = max((r.levels for r in rounds), default=0)
     reached, accepted = [0] * deepest, [0] * deepest
     for levels, committed, had_rejection in rounds:
         for g, t in zip(committed, had_rejection):
-            for d in range(min(g - 1 + t, levels)):  # passes out of raster order give tokens without a draft
+            for d in range(min(g - 1 + t, levels)):  # passes out of raster order return tokens without a draft
                 reached[d] += 1
                 accepted[d] += g - 1 > d
     return reached, accepted
 
 
 def acceptance_by_depth(rounds: Iterable[Round]) -> list[float]:
-    """accepted at depth i / reached depth i, over all rounds and rows."""
+    """Return accepted / reached for each depth, over all rounds and rows."""
     return [a / r for r, a in zip(*by_depth(rounds)) if r]

@@ -1,11 +1,11 @@
 """Continuous batching: rows enter the running batch as others leave.
 
-Requests of one row wait in a queue. A group of them is prefilled together and stands ready; whenever slots are free,
-rows of it are joined to the running batch (`join`, the counterpart of `decode.select`). Each row keeps its own limit,
-ends, processors and random numbers (`types.Request.each`), so its tokens are those that it has alone.
+Requests of one row wait in a queue. A group of them is prefilled together and kept ready. When slots are free, its rows
+join the running batch (`join`, the counterpart of `decode.select`). Each row keeps its own limit, ends, processors and
+random numbers (`types.Request.each`), so its tokens do not depend on the batch.
 
-A batch is a *lane*: its rows share temperature, top-k and top-p, and whether they are drafted for (a drafter that has
-failed goes on failing for the rows that it failed for, not for those that come later). Mostly there is one lane.
+A batch is a *lane*. Its rows share temperature, top-k, top-p, and whether they are drafted for: a drafter that failed
+is not called again for the rows of that batch, but for later ones it is. Usually there is one lane.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import finish_reason
 from visspec.types import Drafter, NodeProcessor, Request, Round, RowProcessor, Sampling, State, Target
 
-# puts requests of one row into one batch; None if they have to be prefilled one at a time
+# merges requests of one row into a batch; None if they must be prefilled one at a time
 Together = Callable[[Sequence[Request]], Request | None]
 
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of one request. With an error, `tokens` are those that came before it."""
+    """The result of one request. If there is an error, `tokens` are those generated before it."""
 
     id: Any
     tokens: list[int] = field(default_factory=list)
-    ended: str | None = None  # as `stats.ended_by`
-    origin: list[str] = field(default_factory=list)  # of each token, as in `types.Trace`
-    rounds: list[Round] = field(default_factory=list)  # of this row, with the levels of its own drafts
+    ended: str | None = None  # see `stats.ended_by`
+    origin: list[str] = field(default_factory=list)  # origin of each token, as in `types.Trace`
+    rounds: list[Round] = field(default_factory=list)  # rounds of this row, with the levels of its own drafts
     drift: float = 0.0  # summed over tokens
     error: Exception | None = None
     text: str | None = None
-    reused: int = 0  # tokens of the prompt whose keys and values were known
+    reused: int = 0  # prompt tokens taken from the prefix cache
 
     @property
     def tau(self) -> float:
@@ -49,7 +49,7 @@ class Answer:
 
 
 class Row:
-    """A request of one row. An exception of its stop function, processors or `on_tokens` ends this row only."""
+    """A request of one row. An exception in its stop function, processors or `on_tokens` only ends this row."""
 
     def __init__(self, id: object, request: Request):
         self.id = id
@@ -69,16 +69,16 @@ class Row:
         )
 
     def _caught(self, call: Callable | None) -> Callable[..., Any]:
-        """A function that ends the row where it returns true or raises."""
+        """Wrap a function so that the row ends if it returns true or raises."""
 
         def caught(*arguments: Tensor | list[int]) -> Any:
-            found = None if call is None else self.call_user(call, *arguments)
-            return found if self.error is None else True
+            result = None if call is None else self.call_user(call, *arguments)
+            return result if self.error is None else True
 
         return caught
 
     def call_user(self, call: Callable, *arguments: object) -> Any:
-        """What a call of the user's returns; None if it raises, or something has before."""
+        """Call a function of the user. Returns None if it raises, or if one has raised before."""
         if self.error is None:
             try:
                 return call(*arguments)
@@ -88,14 +88,14 @@ class Row:
 
 
 class CaughtProcessor(RowProcessor):
-    """A processor of a request of one row, whose exceptions end the row."""
+    """A processor of one row's request. Its exceptions end the row."""
 
     def __init__(self, caught: Row, processor: Callable[[Tensor, Tensor], Tensor]):
         self.caught, self.processor = caught, processor
 
     def row(self, index: int, ids_L: Tensor, scores_V: Tensor) -> Tensor:
-        found = self.caught.call_user(self.processor, ids_L[None], scores_V[None].clone())
-        return scores_V if found is None else found[0]
+        scores = self.caught.call_user(self.processor, ids_L[None], scores_V[None].clone())
+        return scores_V if scores is None else scores[0]
 
     def forced(self, index: int, ids: list[int]) -> int | None:
         inner = self.processor
@@ -103,7 +103,7 @@ class CaughtProcessor(RowProcessor):
 
 
 class RunningBatch:
-    """A batch: its state, and its rows by their numbers in it. `left`: live rows (indices) of a group that is ready."""
+    """A batch: its state, and its rows by number. `left` has the indices of the live rows of a group that is ready."""
 
     def __init__(self, state: State, rows: list[Row]):
         self.state, self.rows = state, dict(enumerate(rows))
@@ -111,11 +111,11 @@ class RunningBatch:
 
     @property
     def kind(self) -> tuple[Sampling, bool]:
-        """What rows of one batch share."""
+        """What the rows of a batch share."""
         return replace(self.state.request.sampling, processors=()), self.state.drafting
 
     def leavers(self) -> Iterator[Answer]:
-        """Results of the rows that have ended; the lane forgets them."""
+        """Return the results of the rows that have ended, and forget these rows."""
         for number in [n for n in self.rows if n in self.state.finished]:
             yield self._answer(number, self.rows.pop(number))
 
@@ -134,9 +134,8 @@ class RunningBatch:
 
 
 class Stream:
-    """Decodes requests of one row in `slots` slots; up to `ahead` prompts are prefilled together.
-
-    kind: what requests must share to be prefilled together; together: puts such requests into one.
+    """Decodes requests of one row in `slots` slots; up to `ahead` prompts are prefilled together. `kind` returns what
+    requests must share to be prefilled together; `together` merges such requests.
     """
 
     def __init__(
@@ -151,8 +150,8 @@ class Stream:
 
     @torch.inference_mode()
     def run(self, requests: Iterable[tuple[Any, Request | Exception] | None]) -> Iterator[Answer]:
-        """Results of (id, request), in the order in which they end. An exception in place of a request is its result.
-        None says that no request is waiting now: the rows that run go on.
+        """Decode requests as (id, request) and return the results in the order in which they end. An exception in place
+        of a request is its result. None means that no request is waiting now; running rows continue.
         """
         queue = iter(requests)
         while not self.over or self.lanes or self.ready or self.waiting:
@@ -167,7 +166,7 @@ class Stream:
         state, setup = lane.state, self.setup
         rows = [lane.rows[number] for number in state.rows]
         outcome = advance(state, setup.target, setup.drafter, setup.rule, setup.length_policy)
-        _, committed, had_rejection = state.trace.rounds.pop()  # each row keeps its own: lanes run for days
+        _, committed, had_rejection = state.trace.rounds.pop()  # each row keeps its own, since a lane may run for days
         for row, drafted, count, missed in zip(rows, outcome.draft_lengths, committed, had_rejection):
             row.rounds.append(Round(drafted, [count], [missed]))
         if (keep := fill_places([row not in state.finished for row in state.rows])) is not None:
@@ -175,7 +174,7 @@ class Stream:
         yield from lane.leavers()
 
     def _admit(self, queue: Iterator) -> Iterator[Answer]:
-        """Fill free slots with rows that are ready, and prefill where none is."""
+        """Fill free slots with ready rows, and prefill if there are none."""
         while (free := self.slots - sum(len(lane.state.rows) for lane in self.lanes)) > 0:
             if not self.ready:
                 yield from self._pull(queue)
@@ -192,7 +191,7 @@ class Stream:
                 self.lanes.append(ready)
                 ready.left = []
             else:
-                return  # a batch of another kind waits for slots of its own
+                return  # a batch of another kind waits for its own slots
             if not ready.left:
                 self.ready.popleft()
 
@@ -213,16 +212,14 @@ class Stream:
                 self.waiting.append(Row(id, request))
 
     def _group(self) -> list[Row]:
-        """The first waiting row, and those that can be prefilled with it."""
+        """Remove and return the first waiting row, and those that can be prefilled with it."""
         kind = self.kind(self.waiting[0].request)
         group = [row for row in self.waiting if self.kind(row.request) == kind]
         self.waiting = [row for row in self.waiting if row not in group]
         return group
 
     def _open(self, group: list[Row]) -> Iterator[Answer]:
-        """Prefill a group. Go row by row if its rows cannot share a batch, or if that fails, so that the row at fault
-        fails alone.
-        """
+        """Prefill a group, or go row by row if its rows can't share a batch or one of them fails."""
         try:
             request = self.together([row.request for row in group])
             if request is None:
@@ -231,7 +228,7 @@ class Stream:
                 return
             request.each = [row.request for row in group]
             request.sampling = group[0].request.sampling
-            if not request.sampling.greedy:  # copies: a row may be opened twice
+            if not request.sampling.greedy:  # copies, since a row may be opened twice
                 request.generators = [g.clone_state() for row in group for g in row.request.generators or ()]
             state = start(self.setup.target, self.setup.drafter, self.setup.rule, request)
         except Exception as error:
@@ -241,7 +238,7 @@ class Stream:
             for row in group:
                 yield from self._open([row])
             return
-        state.request.inputs, state.request.media = {}, {}  # pixels are not kept
+        state.request.inputs, state.request.media = {}, {}  # frees the pixels
         for row, reused in zip(group, state.request.reused or [0] * len(group)):
             row.request.inputs, row.reused = {}, reused
         opened = RunningBatch(state, group)
@@ -250,7 +247,7 @@ class Stream:
             self.ready.append(opened)
 
     def _move(self, ready: RunningBatch, lane: RunningBatch, take: list[int]) -> None:
-        """Join rows of a group to a lane, in place of rows that have left it."""
+        """Join rows of a group to a lane, in the places of rows that have left it."""
         taken = [ready.state.rows[b] for b in take]
         free = [n for n in range(len(lane.state.tokens)) if n not in lane.rows]
         more = range(len(lane.state.tokens), len(lane.state.tokens) + len(take))
@@ -261,9 +258,7 @@ class Stream:
 
 
 def fill_places(stay: list[bool]) -> list[int] | None:
-    """The rows of a batch that stay, the last of them in the places of those that leave, so that few are moved. None if
-    all stay.
-    """
+    """Return the rows that stay, the last ones in the places of rows that leave. None if all stay."""
     if all(stay):
         return None
     left = sum(stay)
@@ -298,7 +293,7 @@ def join(
 
 
 def _merged_drift(state: State, other: State, rows: list[int], places: list[int]) -> Tensor:
-    """The drift with the values of joined rows at their places."""
+    """Return the drift with the values of joined rows at their places."""
     old, new = state.drift, other.drift
     meter = state.position.new_zeros(len(state.trace.origin), dtype=torch.float32 if old is None else old.dtype)
     if old is not None:

@@ -1,7 +1,6 @@
-"""Orders of an image's places for any-order targets, which the loop decodes as any sequence: a node is a rank.
-
-Every order is another joint distribution, unless the model is consistent between orders, and decoding is exact for the
-order at hand. Places that are far apart depend little on each other, so codes drafted for them are accepted more often.
+"""Orders of an image's places for any-order targets. The loop decodes them as any sequence: a node is a rank. Every
+order is a different joint distribution, unless the model is consistent between orders. Decoding is exact for the chosen
+order. Distant places depend little on each other, so codes drafted for them are accepted more often.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from visspec.types import Acceptance, Drafter, DraftLengthPolicy, Request, State
 
 
 class VisitOrder(Raster):
-    """Base class. A request must have a grid."""
+    """Base class of orders for any-order targets. A request must have a grid."""
 
     visits = True
 
     def places(self, rows: int, columns: int) -> Sequence[int]:
-        """The place of each code in the order in which they are drawn, a permutation of 0 .. rows * columns - 1."""
+        """Return the place of each code in drawing order, a permutation of 0 .. rows * columns - 1."""
         raise NotImplementedError
 
     def decode(
@@ -40,8 +39,8 @@ class VisitOrder(Raster):
 
 
 class SpreadOrder(VisitOrder):
-    """Every place is as far from all earlier ones as can be, by Euclidean distance; the first is the first of the
-    image, and of several places the first in raster order is taken.
+    """Draws each code as far as possible from all earlier ones, by Euclidean distance, starting at the first place.
+    Ties are resolved in raster order.
     """
 
     name = "spread"
@@ -51,8 +50,8 @@ class SpreadOrder(VisitOrder):
 
 
 class HaltonOrder(VisitOrder):
-    """Points of the Halton sequence in bases 2 (rows) and 3 (columns), each place when it is first met; the order of
-    Besnier et al., "Halton scheduler for masked generative image transformer" (ICLR 2025).
+    """Draws places in the order of the Halton sequence with bases 2 (rows) and 3 (columns) (Besnier et al., "Halton
+    scheduler for masked generative image transformer", ICLR 2025).
     """
 
     name = "halton"
@@ -62,7 +61,7 @@ class HaltonOrder(VisitOrder):
 
 
 class ListedOrder(VisitOrder):
-    """An order as it is given. Raises ValueError, also before any pass, for what is no permutation of the places."""
+    """An order given as a list of places. Raises ValueError if it is not a permutation of the places."""
 
     name = "given"
 
@@ -80,7 +79,7 @@ class ListedOrder(VisitOrder):
 
 @lru_cache(maxsize=64)
 def spread(rows: int, columns: int) -> tuple[int, ...]:
-    """Farthest-first: see `SpreadOrder`."""
+    """Compute the farthest-first order of `SpreadOrder`."""
     place = torch.arange(rows * columns)
     at = torch.stack([place // columns, place % columns], dim=1)
     near, found = torch.full((len(place),), rows**2 + columns**2 + 1), [0]
@@ -92,7 +91,7 @@ def spread(rows: int, columns: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=64)
 def halton(rows: int, columns: int) -> tuple[int, ...]:
-    """See `HaltonOrder`."""
+    """Compute the order of `HaltonOrder`."""
     found: dict[int, None] = {}
     number = 1
     while len(found) < rows * columns:
@@ -102,7 +101,7 @@ def halton(rows: int, columns: int) -> tuple[int, ...]:
 
 
 def radical_inverse(number: int, base: int) -> float:
-    """The digits of a number mirrored at the point: 6 = 110 in base 2 gives 0.011 = 3 / 8."""
+    """Mirror the digits of a number at the point: 6 = 110 in base 2 becomes 0.011 = 3 / 8."""
     value, share = 0.0, 1.0 / base
     while number:
         number, digit = divmod(number, base)
