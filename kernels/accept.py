@@ -1,12 +1,12 @@
-"""Acceptance of a draft tree and sampling of the next token, in one pass without a host synchronisation.
+"""Acceptance of a draft tree and sampling of the next token, in one pass without host synchronization.
 
-At a node with target distribution p the siblings are tested in index order against a residual distribution r, r = p
-before the first:
+At a node with target distribution p, the siblings are tested in index order against a residual distribution r, which
+is p before the first one:
 
-    point mass    accept x with probability r(x),              else r <- r without x, renormalised
-    drawn from q  accept x with probability min(1, r(x)/q(x)), else r <- [r - q]+, renormalised
+    point mass    accept x with probability r(x),              else r <- r without x, renormalized
+    drawn from q  accept x with probability min(1, r(x)/q(x)), else r <- [r - q]+, renormalized
 
-and after the last one `next` is drawn from r by inverse CDF (the bonus token if a node has no children). This preserves
+After the last one, `next` is drawn from r by inverse CDF (the bonus token if a node has no children). This preserves
 the distribution of the target (Leviathan et al. 2023, Chen et al. 2023; trees: SpecInfer, EAGLE). A relaxed rule adds a
 mass to r(x): f = min(1, (r(x) + mass)/q(x)), never below the exact f, with the residual unchanged, and `drift` sums f -
 min(1, r(x)/q(x)) over the tested nodes. With `neighbours` the mass is LANTERN's (`neighbour_mass`) under r: later
@@ -15,9 +15,9 @@ siblings use the residual, and a code within the bound of an earlier sibling has
 Closed forms avoid a pass over V for each sibling. Point mass: r(x_j) = p(x_j) / (1 - sum of the earlier siblings'
 p). Drawn: with M_0 = 1, u_j = u_{j-1} - M_{j-1} q_j and M_j = sum [u_j]+, the residual is [u_j]+ / M_j.
 
-Laws are read in their dtype and summed in fp64, so the launch geometry does not change a decision.
-An all-zero residual (due to rounding) falls back to the most likely token of the node's distribution.
-B rows, N draft nodes, V vocabulary, D = depth + 1, K neighbours.
+Distributions are read in their dtype and summed in fp64, so that the launch geometry does not change a decision.
+If rounding makes the residual all-zero, the most likely token of the node's distribution is taken.
+B rows, N draft nodes, V vocabulary, D = depth + 1, K neighbors.
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ from visspec.kernels.neighbours import checked_bound, prefix_mass, reference_pre
 def reference(
     tokens, parent, p, q, uniforms, draw, mass=None, neighbours=None, delta=None, lam=None, depth=None, branch=None
 ):
-    """The definition, one row at a time in Python floats: tokens (N), parent (N), p and q (N, V), uniforms (N), draw.
+    """Define the result in Python floats for one row: tokens (N), parent (N), p and q (N, V), uniforms (N), draw.
 
     Returns the accepted path (list of nodes), the next token and the drift.
     """
@@ -102,9 +102,9 @@ def _draw(residual, law, draw):
 
 
 def accept_tree_host(tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch, scores=False):
-    """The CPU path: a loop over the reachable nodes, on numpy views of the tensors.
+    """Run on a CPU: loop over the reachable nodes, on numpy views of the tensors.
 
-    On a CPU there is no synchronisation to avoid, and only the rows of the tested nodes are read.
+    On a CPU there is no synchronization to avoid, and only the rows of the tested nodes are read.
     """
     B, N, V = p.shape
     check_ids("tokens", tokens, V)
@@ -134,10 +134,10 @@ def _softmax_of(scores):
 
 
 def _walk(tokens, parent, law_at, q, uniforms, mass, near, columns, branch):
-    """One row: the accepted nodes, the residual after them (fp64), its distribution, the drift."""
+    """Walk one row. Returns the accepted nodes, the residual after them (fp64), its distribution and the drift."""
     kept, current, drift = [0], 0, 0.0
     tried: set[int] = set()
-    rest: np.ndarray | None = None  # of point masses it stays so
+    rest: np.ndarray | None = None  # the residual of drawn nodes; stays None for point masses
     spent: list[np.ndarray] = []
     left, siblings, law = 1.0, 0, law_at(0)
     source = law
@@ -186,7 +186,7 @@ def _walk(tokens, parent, law_at, q, uniforms, mass, near, columns, branch):
 
 
 def _less(law, drawn, left):
-    """[distribution - left * drawn]+, in the dtype of the distribution."""
+    """Return [distribution - left * drawn]+, in the dtype of the distribution."""
     rest = drawn if left == 1.0 else np.multiply(drawn, left, dtype=law.dtype)
     rest = np.subtract(law, rest, dtype=law.dtype)
     return np.maximum(rest, 0.0, out=rest)
@@ -199,7 +199,7 @@ def _zero_ids(weights, ids):
 
 
 def _without(weights, spent):
-    """Sets the weights at these ids to 0, in place; ids outside the vocabulary are ignored."""
+    """Set the weights at these ids to 0, in place. Ids outside the vocabulary are ignored."""
     for ids in spent:
         if not in_range(ids, len(weights)):
             ids = ids[(ids >= 0) & (ids < len(weights))]
@@ -208,7 +208,7 @@ def _without(weights, spent):
 
 
 def _draw_by_blocks(weights, law, draw):
-    """Inverse CDF in two steps, the block of 128 tokens and the token in it: a fifth of the time of one long cumsum."""
+    """Draw by inverse CDF in two steps, a block of 128 tokens and a token in it: a fifth of a long cumsum's time."""
     blocks = len(weights) // 128
     ends = (weights[: 128 * blocks].reshape(blocks, 128) @ ones(128)).cumsum()
     if len(weights) % 128:
@@ -314,8 +314,8 @@ def _accept_tree_kernel(  # noqa: C901
                     extra = tl.maximum(extra, tl.max(tl.where(kept, summed, 0.0), 0))
                     total += tl.sum(weight, 0)
                     if ONCE:  # an accepted node's marks are not read again
-                        taken = (near_ok & kept & valid) != 0  # an int where the interpreter made `valid` one
-                        tl.store(used_at + near, tl.zeros((BLOCK_K,), tl.int32) + cur + 1, mask=taken)
+                        used = (near_ok & kept & valid) != 0  # an int where the interpreter made `valid` one
+                        tl.store(used_at + near, tl.zeros((BLOCK_K,), tl.int32) + cur + 1, mask=used)
                     k += BLOCK_K
                     limit = tl.where(total <= bound, limit, 0)
             exact = tl.where(valid, exact, 0.0)
@@ -391,7 +391,7 @@ def _accept_tree_kernel(  # noqa: C901
 
 
 def accept_tree_triton(tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch):
-    """Launches one program per row."""
+    """Launch one program per row."""
     B, N = tokens.shape
     V, D = p.shape[-1], min(depth + 1, N)
     tokens, parent, p, uniforms, draw = (t.contiguous() for t in (tokens, parent, p, uniforms, draw))
@@ -457,18 +457,18 @@ def accept_tree(
     branch: int | None = None,
     scores: bool = False,
 ) -> tuple[Tensor, ...]:
-    """Accepts a path of the draft tree and draws the token after it.
+    """Accept a path of the draft tree and draw the token after it.
 
     tokens (B, N) int, within the vocabulary at padding nodes too; parent (B, N), (1, N) or (N,) int: -1 at node 0, the
     pending token, and at padding nodes; a parent precedes its children. p (B, N, V): distribution after each node. q
     (B, N, V): distribution from which each node was drawn given its earlier siblings; None: nodes are point masses.
     uniforms (B, N) and draw (B,): uniforms in [0, 1). Relaxed: mass (B, N), or neighbours (V, K) with delta (LANTERN)
-    or lam (LANTERN++), see `neighbour_mass`, here of the residual. depth: maximum path length without the root (default
-    N - 1); branch: maximum number of children tested per node (default N - 1). Deeper nodes and later siblings are
-    treated as padding. scores: p contains log-distributions; their softmax is computed here.
+    or lam (LANTERN++), see `neighbour_mass`, applied to the residual. depth: maximum path length without the root
+    (default N - 1); branch: maximum number of children tested per node (default N - 1). Deeper nodes and later siblings
+    are treated as padding. scores: p contains log-distributions, whose softmax is computed here.
 
-    Returns path (B, depth + 1) int64 padded with -1 and starting with node 0, length (B,) int64 (node 0 counted),
-    next (B,) int64, drift (B,) fp32. Raises ValueError or TypeError naming the argument; on a CPU also for a token
+    Returns path (B, depth + 1) int64, padded with -1 and starting with node 0; length (B,) int64, including node 0;
+    next (B,) int64; drift (B,) fp32. Raises ValueError or TypeError naming the argument; on a CPU also for a token
     outside the vocabulary, which CUDA never accepts.
     """
     if isinstance(parent, Tensor) and parent.dim() == 2 and parent.shape[0] == 1:
@@ -493,7 +493,7 @@ def accept_tree(
 def _check_draft(
     tokens: Tensor, p: Tensor, q: Tensor | None, uniforms: Tensor | None, draw: Tensor | None, mass: Tensor | None
 ) -> None:
-    """Types, shapes and devices of a draft, its distributions and its random numbers."""
+    """Check types, shapes and devices of a draft, its distributions and its random numbers."""
     check_tensor("p", p, (None, None, None), FLOATS)
     B, N, V = p.shape
     if not (N > 0 and B > 0 and V > 0):
@@ -512,9 +512,9 @@ def random_case(
     seed, rows=4, nodes=7, vocabulary=11, drawn=False, dtype=torch.float32, relaxed=False, near=None,
     chain=False,
 ):  # fmt: skip
-    """Arguments of `accept_tree` for the tests: random trees with padding, repeated siblings and peaked distributions.
+    """Return arguments of `accept_tree` for tests: random trees with padding, repeated siblings and peaked laws.
 
-    near: "delta" or "lam" adds a table of neighbours. chain: chains of different lengths instead of trees.
+    near: "delta" or "lam" adds a table of neighbors. chain: chains of different lengths instead of trees.
     """
     g = torch.Generator().manual_seed(seed)
     shape = (rows, nodes, vocabulary)
@@ -567,7 +567,7 @@ CASES = [
 
 
 def bench_case(device: str, levels: Sequence[int] = (10, 16, 14, 10, 8), vocabulary: int = 16384) -> BenchCase:
-    """A tree of 59 likely tokens under flat distributions, exact rule, against a walk over its children in torch."""
+    """Time a tree of 59 likely tokens under flat laws, exact rule, against a walk over its children in torch."""
     g, parent, last = torch.Generator().manual_seed(0), [-1], [0]
     for count in levels:
         first = len(parent)
@@ -577,7 +577,7 @@ def bench_case(device: str, levels: Sequence[int] = (10, 16, 14, 10, 8), vocabul
     p = (2 * torch.randn(nodes, vocabulary, generator=g)).softmax(-1)
     rank = [parent[:n].count(above) for n, above in enumerate(parent)]
     tokens = p.topk(max(rank) + 1).indices[[max(above, 0) for above in parent], rank].to(device)
-    uniforms = 0.05 * torch.rand(nodes, generator=g)  # small: nodes are accepted at several depths
+    uniforms = 0.05 * torch.rand(nodes, generator=g)  # small, so that nodes are accepted at several depths
     p, uniforms, draw = p.to(device), uniforms.to(device), torch.rand(1, generator=g).to(device)
     above = torch.tensor(parent, device=device)
 

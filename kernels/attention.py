@@ -5,13 +5,13 @@ length[b] on (the tree, cached in node order), to its ancestors and itself:
 
     out_n = sum_s softmax_s(scale q_n . k_s) v_s
 
-Heads h share key head h // (H / G); their rows are folded into one matrix, so every key is read once per group. On CUDA
-the slots are split among programs (flash decoding, Dao et al. 2023): each keeps a running maximum and sum in fp32, a
-second launch merges them. The tree is given by `parent`, or by the mask that `growth.ancestors` makes of it.
+Head h uses key head h // (H / G); the heads of a group are folded into one matrix, so every key is read once per group.
+On CUDA the slots are split among programs (flash decoding, Dao et al. 2023): each keeps a running maximum and sum in
+fp32, and a second launch merges them. The tree is given by `parent`, or by the mask that `growth.ancestors` computes.
 B rows, H query heads, G key heads, N nodes, S slots, F features.
 
-Draft passes call it on a GPU (`models/attention/ragged.py`), where a mask for the tree is bandwidth; elsewhere they
-fold heads under `sdpa` (`models/attention/draft_attention.py`), with such a mask.
+Draft passes call it on a GPU (`models/attention/ragged.py`), where a mask for the tree costs bandwidth; elsewhere they
+fold heads under `sdpa` with such a mask (`models/attention/draft_attention.py`).
 """
 
 import torch
@@ -41,7 +41,7 @@ def reference(
     start: Tensor | None = None,
     scaling: float | None = None,
 ) -> Tensor:
-    """The definition, one row, head and node at a time, in fp32 (fp64 for fp64 inputs)."""
+    """Define the result, one row, head and node at a time, in fp32 (fp64 for fp64 inputs)."""
     B, H, N, F = q.shape
     kind = torch.promote_types(q.dtype, torch.float32)
     scale = F**-0.5 if scaling is None else scaling
@@ -60,7 +60,7 @@ def reference(
 def tree_attention_torch(
     q: Tensor, k: Tensor, v: Tensor, length: Tensor, ancestors: Tensor, start: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """The CPU path: the heads of a group are rows of one matrix, so torch's attention reads each key head once."""
+    """Run on a CPU: the heads of a group are rows of one matrix, so that torch reads each key head once."""
     B, H, N, F = q.shape
     G, S = k.shape[1:3]
     slot = torch.arange(S, device=q.device)
@@ -143,7 +143,7 @@ def _tree_attention_kernel(
 
 @jit("rows SPLITS")
 def _merge_kernel(part, high, mass, out, rows, F, SPLITS, BLOCK_F: tl.constexpr):
-    """One program per output row: the shares, weighted by their maxima."""
+    """One program per output row: combine the shares, weighted by their maxima."""
     bg = tl.program_id(0).to(tl.int64)
     r = tl.program_id(1)
     f = tl.arange(0, BLOCK_F)
@@ -161,7 +161,7 @@ def _merge_kernel(part, high, mass, out, rows, F, SPLITS, BLOCK_F: tl.constexpr)
 
 
 def tiles(dtype, block_f):
-    """(BLOCK_M, BLOCK_S) for 8 warps and 2 stages: on sm_90 nothing spills in 16 and 32 bits up to 256 features."""
+    """Return (BLOCK_M, BLOCK_S) for 8 warps and 2 stages. On sm_90 nothing spills up to 256 features."""
     size = dtype.itemsize * block_f
     if dtype.itemsize == 2 and size <= 512:
         return (64, 64) if size <= 256 else (64, 16)
@@ -169,7 +169,7 @@ def tiles(dtype, block_f):
 
 
 def tree_attention_triton(q, k, v, length, ancestors, start, scaling, splits=None):
-    """Two launches: shares of the slots, then the merge. `splits` fills the device by default."""
+    """Launch twice: for shares of the slots, then to merge them. By default `splits` fills the device."""
     B, H, N, F = q.shape
     G = k.shape[1]
     rows = H // G * N
@@ -218,7 +218,7 @@ def tree_attention(
     start: Tensor | None = None,
     scaling: float | None = None,
 ) -> Tensor:
-    """Attention of the tree's nodes: (B, H, N, F) in q's dtype.
+    """Compute the attention of the tree's nodes, (B, H, N, F) in q's dtype.
 
     q (B, H, N, F); k and v (B, G, S, F), G dividing H, with the tree in slots length .. length + N; length (B,) int;
     parent (N,) or (1|B, N) int, or ancestors (1|B, N, N) bool; start (B,) int: first prefix slot (left padding);
@@ -248,7 +248,7 @@ def tree_attention(
 
 
 def random_case(seed, rows=2, heads=4, groups=2, nodes=6, slots=40, features=16, padded=False, dtype=torch.float32):
-    """Arguments of `tree_attention` for the tests: random trees at random lengths in a longer cache."""
+    """Return arguments of `tree_attention` for tests: random trees at random lengths in a longer cache."""
     g = torch.Generator().manual_seed(seed)
     parent = (torch.rand(rows, nodes, generator=g) * torch.arange(nodes)).long()
     parent[:, 0] = -1
@@ -275,7 +275,7 @@ CASES = [
 
 
 def bench_case(device: str, prefix: int = 4096, nodes: int = 64, heads: int = 32, groups: int = 8) -> BenchCase:
-    """A tree of draft nodes after a long prefix, against SDPA with a mask."""
+    """Time a tree of draft nodes after a long prefix, against SDPA with a mask."""
     cuda = torch.device(device).type == "cuda"
     dtype, prefix = (torch.bfloat16, prefix) if cuda else (torch.float32, prefix // 8)
     sizes = ((heads, nodes), (groups, prefix + nodes), (groups, prefix + nodes))

@@ -1,8 +1,8 @@
-"""Moves the accepted path of every row to the front of its draft slots, in all layers, in place.
+"""Moving the accepted path of every row to the front of its draft slots, in all layers, in place.
 
 Draft node n of row b was cached at slot length[b] + n. Afterwards slot length[b] + j holds node path[b, j], for
-j < count[b]; all other slots are unchanged. Nodes are topologically ordered, so path[b, j] >= j and an ascending copy
-never reads a slot it has overwritten. Keys were rotated at depth-based positions: no re-rotation.
+j < count[b]; all other slots are unchanged. Nodes are topologically ordered, so path[b, j] >= j, and an ascending copy
+never reads a slot that it has overwritten. Keys were rotated at depth-based positions and need no re-rotation.
 B rows, H heads, S slots, F features, D path columns.
 """
 
@@ -16,7 +16,7 @@ from visspec.kernels.common import FLOATS, INTS, BenchCase, check_tensor, jit, n
 
 
 def reference(kv: Sequence[Tensor], length: Tensor, path: Tensor, count: Tensor) -> list[Tensor]:
-    """The definition: new tensors, slot by slot."""
+    """Define the result: new tensors, slot by slot."""
     out = [t.clone() for t in kv]
     for old, new in zip(kv, out):
         for b in range(old.shape[0]):
@@ -26,7 +26,7 @@ def reference(kv: Sequence[Tensor], length: Tensor, path: Tensor, count: Tensor)
 
 
 def commit_kv_torch(kv: Sequence[Tensor], length: Tensor, path: Tensor, count: Tensor) -> None:
-    """The CPU path: gather the accepted slots, then write them; columns past the count repeat column 0."""
+    """Run on a CPU: gather the accepted slots, then write them. Columns past the count repeat column 0."""
     B, D = path.shape
     first = length.clamp_max(kv[0].shape[2] - 1).unsqueeze(1)
     column = torch.arange(D, device=path.device)
@@ -68,12 +68,12 @@ def _commit_kernel(
 
 @lru_cache(maxsize=64)
 def _addresses(pointers, device):
-    """A preallocated cache keeps its addresses: the table is uploaded once, so later rounds can be captured."""
+    """Upload a table of addresses once, so that rounds with the same preallocated cache can be captured in graphs."""
     return torch.tensor(pointers, dtype=torch.int64, device=device)
 
 
 def commit_kv_triton(kv, length, path, count):
-    """One launch for all tensors of one shape: their addresses are passed in a table."""
+    """Launch once for all tensors of one shape, with their addresses in a table."""
     B, H, _, F = kv[0].shape
     D = path.shape[1]
     addresses = tuple(t.data_ptr() for t in kv)
@@ -93,12 +93,11 @@ def _layout(t: Tensor) -> tuple:
 
 
 def commit_kv(kv: Tensor | Sequence[Tensor], length: Tensor, path: Tensor, count: Tensor) -> None:
-    """Commits in place: kv is a tensor (B, H, S, F) or a list of them (keys and values of every layer).
+    """Commit accepted paths in place. kv: a tensor (B, H, S, F) or a list of them (keys and values of every layer).
 
-    length (B,) int: slots in use before the draft; path (B, D) int as `accept_tree` returns it; count (B,) int: nodes
+    length (B,) int: slots in use before the draft; path (B, D) int as returned by `accept_tree`; count (B,) int: nodes
     to keep, at most the valid columns of path. Tensors of a call share shape, strides, dtype and device; the last
-    stride is 1.
-    Raises ValueError or TypeError naming the argument.
+    stride is 1. Raises ValueError or TypeError naming the argument.
     """
     kv = [kv] if isinstance(kv, Tensor) else list(kv)
     require(len(kv) > 0, "kv", "no tensor", "at least one")
@@ -115,7 +114,7 @@ def commit_kv(kv: Tensor | Sequence[Tensor], length: Tensor, path: Tensor, count
 
 
 def random_case(seed, rows=3, heads=2, slots=20, features=6, nodes=8, tensors=2, dtype=torch.float32):
-    """Arguments of `commit_kv` for the tests: random ascending paths, one row that keeps nothing."""
+    """Return arguments of `commit_kv` for tests: random ascending paths, and one row that keeps nothing."""
     g = torch.Generator().manual_seed(seed)
     kv = [torch.randn(rows, heads, slots, features, generator=g).to(dtype) for _ in range(tensors)]
     length = torch.randint(0, slots - nodes + 1, (rows,), generator=g)
@@ -133,7 +132,7 @@ CASES = [{}, {"dtype": torch.bfloat16, "tensors": 4}, {"features": 1, "slots": 8
 
 
 def bench_case(device: str, tensors: int = 16, rows: int = 4, heads: int = 8, slots: int = 1024) -> BenchCase:
-    """Keys and values of an accepted path, moved in place: after the first call the same work on other values."""
+    """Time moving an accepted path in place. Later calls do the same work on other values."""
     dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32
     kv = [torch.randn(rows, heads, slots, 128, device=device).to(dtype) for _ in range(tensors)]
     nodes = torch.tensor([0, 3, 12, 30, 50], device=device)

@@ -1,4 +1,4 @@
-"""Shared by the kernel files: the optional Triton import, the device of a launch, argument checks."""
+"""Helpers of the kernel files: the optional Triton import, the device of a launch, argument checks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 
 class BenchCase(NamedTuple):
-    """What `visspec bench kernels` times of a kernel: our call, and the same in eager torch."""
+    """A timing case of `visspec bench kernels`: our call, and the same computation in eager torch."""
 
     shape: str
     dtype: str
@@ -42,16 +42,17 @@ class BenchCase(NamedTuple):
 
 
 def jit(varying: str = "", unaligned: str = "") -> Callable[[Callable], Any]:
-    """`triton.jit` where Triton is installed, else the plain function (never launched). varying: integers that change
-    from call to call; Triton compiles anew, for a second or so, where another one is 1, or divisible by 16. unaligned:
-    pointers of which the same is true.
+    """Apply `triton.jit` if Triton is installed, else return the plain function (never launched).
+
+    varying: integers that change from call to call, on which Triton must not specialize: it would recompile, for about
+    a second, for values of 1 or divisible by 16. unaligned: pointers, likewise.
     """
     options = {"do_not_specialize": varying.split(), "do_not_specialize_on_alignment": unaligned.split()}
     return lambda fn: fn if triton is None else triton.jit(fn, **options)
 
 
 def on_device(launch: Callable[..., Result]) -> Callable[..., Result]:
-    """`launch` with the device of its first argument, a tensor or a list of them, as the current one.
+    """Wrap `launch` to make the device of its first argument, a tensor or a list of them, the current device.
 
     Triton launches on the current device, not on the device of the tensors. Raises RuntimeError without Triton.
     """
@@ -69,7 +70,7 @@ def on_device(launch: Callable[..., Result]) -> Callable[..., Result]:
 def operator(
     name: str, on_host: Callable, on_cuda: Callable, fake: Callable, mutates: tuple[str, ...] = ()
 ) -> torch.library.CustomOpDef:
-    """The operator visspec::`name`, with the schema that the annotations of `on_host` give."""
+    """Register the operator visspec::`name`, with the schema given by the annotations of `on_host`."""
     op = torch.library.custom_op(f"visspec::{name}", on_host, mutates_args=mutates)
     op.register_kernel("cuda", on_device(on_cuda))
     op.register_fake(fake)
@@ -81,19 +82,19 @@ def next_power_of_2(n: int) -> int:
 
 
 def as_float32(value: float) -> float:
-    """The fp32 value of a Triton scalar argument, so that both paths compare with the same number."""
+    """Round to the fp32 value of a Triton scalar argument, so that both paths compare with the same number."""
     return ctypes.c_float(value).value
 
 
 def host(tensor: Tensor) -> np.ndarray:
-    """The tensor as a numpy array, without a copy on a CPU; bf16, which numpy lacks, as its 16 bits."""
+    """Return the tensor as a numpy array, without a copy on a CPU; bf16, which numpy lacks, as its 16 bits."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def widen(stored: np.ndarray) -> np.ndarray:
-    """An array from `host` in fp32, or in fp64 if it is; the array itself if no conversion is needed."""
+    """Convert an array from `host` to fp32, unless it is fp32 or fp64 already."""
     if stored.dtype == np.uint16:
         return (stored.astype(np.uint32) << 16).view(np.float32)
     return stored.astype(np.float32) if stored.dtype == np.float16 else stored
@@ -101,12 +102,12 @@ def widen(stored: np.ndarray) -> np.ndarray:
 
 @functools.lru_cache
 def ones(count: int) -> np.ndarray:
-    """A vector of ones in fp64, to sum by a dot product."""
+    """Return a vector of ones in fp64, for sums as dot products."""
     return np.ones(count)
 
 
 def require(condition: bool, name: str, found: object, expected: object) -> None:
-    """Raises ValueError with the argument, the value found and the value expected, unless the condition holds."""
+    """Raise ValueError with the argument, the value found and the value expected, unless the condition holds."""
     if not condition:
         raise ValueError(f"{name}: found {found}, expected {expected}")
 
@@ -118,27 +119,27 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> None:
-    """Checks type, dtype, shape (None matches any size) and device of one argument."""
+    """Check type, dtype, shape (None matches any size) and device of one argument."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: found {type(tensor).__name__}, expected a tensor")
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: found dtype {tensor.dtype}, expected one of {[str(d)[6:] for d in dtypes]}")
     sizes = tensor.shape
     if len(sizes) != len(shape) or any(want not in (None, size) for want, size in zip(shape, sizes)):
-        wanted = tuple("any" if size is None else size for size in shape)
-        require(False, name, f"shape {tuple(sizes)}", f"shape {wanted}")
+        expected = tuple("any" if size is None else size for size in shape)
+        require(False, name, f"shape {tuple(sizes)}", f"shape {expected}")
     if device is not None and tensor.device != device:
         require(False, name, f"device {tensor.device}", f"device {device}")
 
 
 def check_number(name: str, value: float, low: float = -math.inf, high: float = math.inf) -> None:
-    """Checks that a scalar is finite, in fp32 as well, and in [low, high]."""
+    """Check that a scalar is finite, in fp32 as well, and in [low, high]."""
     fits = math.isfinite(as_float32(value)) and low <= value <= high
     require(fits, name, value, f"a finite number in [{low}, {high}]")
 
 
 def check_ids(name: str, ids: Tensor, count: int) -> None:
-    """Raises ValueError for ids outside [0, count) on a CPU, where no sync is needed; CUDA kernels mask them."""
+    """Raise ValueError for ids outside [0, count) on a CPU, where no sync is needed; CUDA kernels mask them."""
     if ids.device.type == "cpu" and not in_range(stored := host(ids), count):
         require(False, name, f"ids from {int(stored.min())} to {int(stored.max())}", f"ids in [0, {count})")
 
@@ -149,7 +150,7 @@ def in_range(ids: np.ndarray, count: int) -> bool:
 
 
 def sortable(score: Tensor, index: Tensor) -> Tensor:
-    """int64 keys that order fp32 scores, equal ones by smaller index first; `LOW - (key & LOW)` is the index again."""
+    """Return int64 keys that order fp32 scores, then smaller indices first. `LOW - (key & LOW)` recovers the index."""
     bits = (score + 0.0).view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
     return (ordered << 32) | (LOW - index)

@@ -1,7 +1,7 @@
-"""Mass of the group a drafted token belongs to, the relaxation of GSD (grouped speculative decoding, ICCV 2025).
+"""Mass of the group that a drafted token belongs to, the relaxation of GSD (grouped speculative decoding, ICCV 2025).
 
-A drafted x is accepted with probability min(1, p(C)/q(C)), C the group of x: with tokens sorted by p, largest first
-(equal values by index), x and the `group // 2` ranks on each side of it. Such windows are not a partition, so the ratio
+A drafted x is accepted with probability min(1, p(C)/q(C)), where C is the group of x: with tokens sorted by p, largest
+first (ties by index), x and the `group // 2` ranks on each side of it. Such windows are not a partition, so the ratio
 may be below the exact one: pass mass = q(x) p(C)/q(C) - p(x) to `accept_tree`, which clamps it. R rows, V vocabulary.
 """
 
@@ -25,7 +25,7 @@ from visspec.kernels.common import (
 
 
 def reference(p: Tensor, q: Tensor | None, token: Tensor, group: int) -> Tensor:
-    """The definition: (R, 2) fp64, the mass of the group under p and under q (1 for a point mass)."""
+    """Define the result: (R, 2) fp64, the mass of the group under p and under q (1 for a point mass)."""
     masses = []
     for r, x in enumerate(token.tolist()):
         law = p[r].double().tolist()
@@ -37,7 +37,7 @@ def reference(p: Tensor, q: Tensor | None, token: Tensor, group: int) -> Tensor:
 
 
 def grouped_mass_torch(p: Tensor, q: Tensor | None, token: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """The CPU path; returns (p_mass, q_mass), each (R,) fp32."""
+    """Run on a CPU and return (p_mass, q_mass), each (R,) fp32."""
     check_ids("token", token, p.shape[1])
     ids, member = _window(p, token, min(group // 2, p.shape[1] - 1))
     in_p, in_q = ((law.gather(1, ids).double() * member).sum(1).float() for law in (p, p if q is None else q))
@@ -45,33 +45,33 @@ def grouped_mass_torch(p: Tensor, q: Tensor | None, token: Tensor, group: int) -
 
 
 def _window(p, token, half):
-    """Ids (R, 2 half + 1) of x and of the ranks above and below it, and which of them exist; does not sort the
+    """Return ids (R, 2 half + 1) of x and of the ranks above and below it, and which of them exist, without sorting the
     distribution.
     """
     key = sortable(p.float(), torch.arange(p.shape[1], device=p.device))
-    here = key.gather(1, token.unsqueeze(1))
+    own_key = key.gather(1, token.unsqueeze(1))
     ends = torch.iinfo(torch.int64)
-    above = key.masked_fill(key <= here, ends.max).topk(half, dim=1, largest=False).values
-    below = key.masked_fill(key >= here, ends.min).topk(half, dim=1).values
-    found = torch.cat((here, above, below), 1)
-    return (LOW - (found & LOW)).clamp(0, p.shape[1] - 1), (found != ends.max) & (found != ends.min)
+    above = key.masked_fill(key <= own_key, ends.max).topk(half, dim=1, largest=False).values
+    below = key.masked_fill(key >= own_key, ends.min).topk(half, dim=1).values
+    keys = torch.cat((own_key, above, below), 1)
+    return (LOW - (keys & LOW)).clamp(0, p.shape[1] - 1), (keys != ends.max) & (keys != ends.min)
 
 
 @jit()
 def _window_kernel(p, q, token, p_mass, q_mass, V, half, BLOCK_V: tl.constexpr):
-    """One program per row: step to the next rank above and below, `half` times each; a step is one scan of the
-    distribution.
+    """One program per row: step to the next rank above and below, `half` times each. A step scans the distribution
+    once.
     """
     r = tl.program_id(0).to(tl.int64)
     x = tl.load(token + r).to(tl.int64)
     known = (x >= 0) & (x < V)
     x = tl.where(known, x, 0)
-    here = tl.load(p + r * V + x).to(tl.float64)
-    in_p = here
+    px = tl.load(p + r * V + x).to(tl.float64)
+    in_p = px
     in_q = tl.load(q + r * V + x).to(tl.float64)
     for side in range(2):
         upward = side == 0
-        value = here.to(tl.float32)
+        value = px.to(tl.float32)
         index = x.to(tl.int32)
         step = tl.full((), 0, tl.int32)
         while step < half:
@@ -94,12 +94,12 @@ def _window_kernel(p, q, token, p_mass, q_mass, V, half, BLOCK_V: tl.constexpr):
                     better = (where < V) & (closest > best)
                 best_at = tl.where(better, where, best_at).to(tl.int32)
                 best = tl.where(better, closest, best)
-            found = best_at >= 0
-            value = tl.where(found, best, value)
-            index = tl.where(found, best_at, index)
-            in_p += tl.where(found, value.to(tl.float64), 0.0)
-            in_q += tl.where(found, tl.load(q + r * V + index).to(tl.float64), 0.0)
-            step = tl.where(found, step + 1, half)
+            exists = best_at >= 0
+            value = tl.where(exists, best, value)
+            index = tl.where(exists, best_at, index)
+            in_p += tl.where(exists, value.to(tl.float64), 0.0)
+            in_q += tl.where(exists, tl.load(q + r * V + index).to(tl.float64), 0.0)
+            step = tl.where(exists, step + 1, half)
     tl.store(p_mass + r, tl.where(known, in_p, 0.0).to(tl.float32))
     tl.store(q_mass + r, tl.where(known, in_q, 0.0).to(tl.float32))
 
@@ -123,7 +123,7 @@ _grouped_mass_op = operator(
 
 
 def grouped_mass(p: Tensor, q: Tensor | None, token: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Masses of the group of each token under p and q: two (R,) fp32 tensors.
+    """Compute the masses of each token's group under p and q: two (R,) fp32 tensors.
 
     p (R, V); q (R, V) or None for a point mass (its mass is 1); token (R,) int; group >= 0 ranks around x. Raises
     ValueError or TypeError naming the argument; on a CPU also for token ids out of range, for which CUDA returns masses
@@ -139,7 +139,7 @@ def grouped_mass(p: Tensor, q: Tensor | None, token: Tensor, group: int) -> tupl
 
 
 def random_case(seed, rows=4, vocabulary=29, group=4, drawn=True, ties=False):
-    """Arguments of `grouped_mass` for the tests; with ties, distributions with many equal entries."""
+    """Return arguments of `grouped_mass` for tests; with ties, distributions with many equal entries."""
     g = torch.Generator().manual_seed(seed)
     p, q = torch.randn(2, rows, vocabulary, generator=g)
     p, token = (p.round() if ties else p).softmax(-1), torch.randint(vocabulary, (rows,), generator=g)
@@ -154,7 +154,7 @@ CASES = [
 
 
 def bench_case(device: str, rows: int = 16, vocabulary: int = 65536, group: int = 14) -> BenchCase:
-    """Groups of neighbouring ranks, against a sort."""
+    """Time groups of neighboring ranks, against a sort."""
     g = torch.Generator().manual_seed(0)
     p, q = torch.randn(2, rows, vocabulary, generator=g).softmax(-1).to(device)
     token = torch.randint(vocabulary, (rows,), generator=g).to(device)

@@ -1,4 +1,4 @@
-"""Growth of a draft tree on the device: the ancestors of every node. B rows, N draft nodes."""
+"""Ancestors of every node of a draft tree, on the device. B rows, N draft nodes."""
 
 import numpy as np
 import torch
@@ -8,7 +8,7 @@ from visspec.kernels.common import INTS, check_tensor, host, in_range, jit, next
 
 
 def ancestors_host(parent: Tensor, levels: int) -> Tensor:
-    """The CPU path: all nodes move up one level at a time; the extra column, cut off, is above the roots."""
+    """Run on a CPU: all nodes move up one level at a time. The extra column, removed at the end, is above the roots."""
     B, N = parent.shape
     above, mask = np.full((B, N + 1), -1), np.zeros((B, N, N + 1), dtype=bool)
     above[:, :N] = host(parent)
@@ -54,8 +54,8 @@ _ancestors_op = operator(
 
 
 def ancestors(parent: Tensor, levels: int | None = None) -> Tensor:
-    """(B, N, N) bool from parent (B, N) int, -1 at a root, earlier nodes elsewhere: [n, m] is true if m is n or an
-    ancestor of n.
+    """Compute (B, N, N) bool from parent (B, N) int, -1 at a root, earlier nodes elsewhere: [n, m] is true if m is n or
+    an ancestor of n.
 
     levels: upper bound of the depth (default N - 1). Raises ValueError or TypeError naming the argument.
     """

@@ -1,12 +1,12 @@
-"""Mass of the codebook neighbours of a drafted token, the relaxation of LANTERN and LANTERN++.
+"""Mass of the codebook neighbors of a drafted token, the relaxation of LANTERN and LANTERN++.
 
-With n_1, n_2, ... the neighbours of x, nearest first, and c_j = p(n_1) + ... + p(n_j):
+With n_1, n_2, ... the neighbors of x, nearest first, and c_j = p(n_1) + ... + p(n_j):
 
     mass(x) = c_m,  m the largest j with c_j <= delta              (LANTERN, Jang et al., ICLR 2025)
                     m the largest j with c_j <= (lam - 1) p(x)     (LANTERN++, Park et al., ICLR-W 2025)
 
 and x is accepted with probability min(1, (p(x) + mass)/q(x)). delta bounds the total variation between p and the
-distribution in which the mass of the neighbours is moved to x. R rows, V vocabulary, K neighbours.
+distribution in which the mass of the neighbors is moved to x. R rows, V vocabulary, K neighbors.
 """
 
 import numpy as np
@@ -32,7 +32,7 @@ from visspec.kernels.common import (
 )
 
 EPSILON = 2.0**-52  # of fp64
-FEW = 64  # neighbours read first if the bound is small
+FEW = 64  # neighbors to read first if the bound is small
 
 
 def reference(
@@ -43,7 +43,7 @@ def reference(
     lam: float | None = None,
     row: Tensor | None = None,
 ) -> Tensor:
-    """The definition: (R,) fp64."""
+    """Define the result: (R,) fp64."""
     masses = []
     for r, x in enumerate(token.tolist()):
         law = p[r if row is None else int(row[r])].tolist()
@@ -53,7 +53,7 @@ def reference(
 
 
 def reference_prefix(law: list[float], near: list[int], bound: float) -> tuple[float, int]:
-    """The largest prefix sum of the neighbours' weights within the bound, and its length."""
+    """Return the largest prefix sum of the neighbors' weights within the bound, and its length."""
     mass = 0.0
     for count, y in enumerate(near):
         weight = law[y] if 0 <= y < len(law) else 0.0
@@ -66,7 +66,7 @@ def reference_prefix(law: list[float], near: list[int], bound: float) -> tuple[f
 def neighbour_mass_torch(
     p: Tensor, token: Tensor, neighbours: Tensor, delta: float | None, lam: float | None, row: Tensor | None
 ) -> Tensor:
-    """The CPU path: gather every neighbour, running sum, largest prefix within the bound."""
+    """Run on a CPU: gather every neighbor, accumulate, take the largest prefix within the bound."""
     R, V = token.shape[0], p.shape[1]
     check_ids("token", token, V)
     if row is not None:
@@ -86,18 +86,18 @@ def neighbour_mass_torch(
 
 
 def prefix_mass(law: np.ndarray, near: np.ndarray, bound: float) -> tuple[float, int]:
-    """One row on the host: the largest prefix sum of distribution[near] within the bound, and its length."""
-    if len(near) > FEW > bound * len(law):  # for a uniform distribution FEW neighbours reach the bound
-        found = _prefix(law, near[:FEW], bound)
-        if found[1] < FEW:
-            return found
+    """Return one row's largest prefix sum of distribution[near] within the bound, and its length, on the host."""
+    if len(near) > FEW > bound * len(law):  # under a uniform distribution, FEW neighbors reach the bound
+        result = _prefix(law, near[:FEW], bound)
+        if result[1] < FEW:
+            return result
     return _prefix(law, near, bound)
 
 
 def _prefix(law: np.ndarray, near: np.ndarray, bound: float) -> tuple[float, int]:
     weight = _weights(law, near).astype(np.float64)
     summed = float(weight.dot(ones(len(weight))))
-    if summed <= bound * (1 - len(weight) * EPSILON):  # rounding depends on the order of the sum: use the definition's
+    if summed <= bound * (1 - len(weight) * EPSILON):  # otherwise the order of summation matters: accumulate
         return summed, len(weight)
     running = weight.cumsum()
     inside = int(running.searchsorted(bound, side="right"))
@@ -105,7 +105,7 @@ def _prefix(law: np.ndarray, near: np.ndarray, bound: float) -> tuple[float, int
 
 
 def _weights(law: np.ndarray, near: np.ndarray) -> np.ndarray:
-    """distribution[near], where an id outside the distribution has no mass."""
+    """Return distribution[near], where ids outside the distribution have no mass."""
     if near.dtype == np.uint32:
         try:
             return law.take(near)
@@ -118,7 +118,7 @@ def _weights(law: np.ndarray, near: np.ndarray) -> np.ndarray:
 
 
 def table_on_host(neighbours: Tensor) -> np.ndarray:
-    """The table for `prefix_mass`. int32 is read as uint32, so that a negative id is huge and `take` raises."""
+    """Return the table for `prefix_mass`. int32 is read as uint32, so that a negative id is huge and `take` raises."""
     stored = host(neighbours)
     return stored.view(np.uint32) if stored.dtype == np.int32 else stored
 
@@ -187,11 +187,11 @@ def neighbour_mass(
     lam: float | None = None,
     row: Tensor | None = None,
 ) -> Tensor:
-    """Mass of the neighbours of each token under its distribution: (R,) fp32.
+    """Compute the mass of each token's neighbors under its distribution: (R,) fp32.
 
     p (R, V), or (any, V) with row (R,), the index of each token's distribution; token (R,) int; neighbours (V, K) int,
-    nearest first, self excluded; exactly one of delta >= 0 and lam >= 1. A neighbour outside the vocabulary has no
-    mass. Raises ValueError or TypeError naming the argument; on a CPU also for ids out of range (0 on CUDA).
+    nearest first, without the token itself; exactly one of delta >= 0 and lam >= 1. A neighbor outside the vocabulary
+    has no mass. Raises ValueError or TypeError naming the argument; on a CPU also for ids out of range (0 on CUDA).
     """
     check_tensor("p", p, (None, None), FLOATS)
     check_tensor("token", token, (None,), INTS, p.device)
@@ -206,7 +206,7 @@ def neighbour_mass(
 
 
 def checked_bound(delta: float | None, lam: float | None) -> tuple[float | None, float | None]:
-    """(delta, lam) as the fp32 numbers that both paths compare with; exactly one of them must be given."""
+    """Return delta and lam as the fp32 numbers that both paths compare with. Exactly one of them must be given."""
     require((delta is None) != (lam is None), "delta", f"delta={delta} and lam={lam}", "exactly one of the two")
     if delta is not None:
         check_number("delta", delta, 0)
@@ -216,7 +216,7 @@ def checked_bound(delta: float | None, lam: float | None) -> tuple[float | None,
 
 
 def random_case(seed, rows=5, vocabulary=23, k=9, delta=None, lam=None, dtype=torch.float32, indirect=False):
-    """Arguments of `neighbour_mass` for the tests."""
+    """Return arguments of `neighbour_mass` for tests."""
     g = torch.Generator().manual_seed(seed)
     p = (torch.randn(rows, vocabulary, generator=g) * 1.5).softmax(-1)
     neighbours = torch.rand(vocabulary, vocabulary, generator=g).argsort(1)[:, :k]
@@ -237,7 +237,7 @@ CASES = [
 
 
 def bench_case(device: str, rows: int = 59, vocabulary: int = 16384, k: int = 1000) -> BenchCase:
-    """LANTERN's bound at every node of a draft."""
+    """Time LANTERN's bound at every node of a draft."""
     g = torch.Generator().manual_seed(0)
     p = torch.randn(rows, vocabulary, generator=g).softmax(-1).to(device)
     table = torch.randint(vocabulary, (vocabulary, k), generator=g).to(device)

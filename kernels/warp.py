@@ -1,5 +1,5 @@
-"""The distribution a token is drawn from, or its logarithm: guidance, temperature, top-k, top-p, softmax in one pass
-per row.
+"""The distribution that a token is drawn from, or its logarithm, in one pass per row: guidance, temperature, top-k,
+top-p, softmax.
 
     z = u + s (c - u)            classifier-free guidance on logits, before anything else (s = `guidance`)
     z = z / temperature          temperature 0: all the mass on the arg-max, lowest index first
@@ -8,9 +8,9 @@ per row.
                                  rounded to fp32, is <= 1 - top_p as an fp32 number; keep at least the last
     p = softmax(z)               or z itself (`scores`), cut tokens at -inf; at temperature 0 the mixed logits
 
-Order and tie rules are those of transformers' warpers. A token that is -inf in either branch stays -inf.
-On CUDA the k-th value and the nucleus are found by bisection on the ordered bits of z, not by sorting, in one read of
-the logits up to 32,768 tokens (8,192 with top-p).
+The order and the treatment of ties are those of transformers' warpers. A token that is -inf in either branch stays
+-inf. On CUDA the k-th value and the nucleus are found by bisection on the ordered bits of z instead of sorting, with
+one read of the logits up to 32,768 tokens (8,192 with top-p).
 R rows, V vocabulary; arithmetic in fp32, running sums of fp32 probabilities in fp64.
 """
 
@@ -43,7 +43,7 @@ def reference(
     top_p: float = 1.0,
     scores: bool = False,
 ) -> Tensor:
-    """The definition, one row at a time."""
+    """Define the result, one row at a time."""
     rows = []
     for r, c in enumerate(logits.float()):
         z = c if uncond is None else _mix(c, uncond[r].float(), guidance)
@@ -62,7 +62,7 @@ def reference(
 
 
 def _tail(top_p):
-    """The mass that top-p may drop, in fp32: torch and Triton compare an fp32 tensor with a number in fp32."""
+    """Return the mass that top-p may drop, in fp32: torch and Triton compare an fp32 tensor with a number in fp32."""
     return as_float32(1.0 - top_p)
 
 
@@ -74,7 +74,7 @@ def _mix(c, u, guidance):
 def guided_warp_torch(
     logits: Tensor, uncond: Tensor | None, guidance: float, temperature: float, top_k: int, top_p: float, scores: bool
 ) -> Tensor:
-    """The CPU path: the same steps for all rows at once."""
+    """Run the same steps on a CPU for all rows at once."""
     z = logits.contiguous().float()
     if uncond is not None:
         z = _mix(z, uncond.contiguous().float(), guidance)
@@ -102,20 +102,20 @@ def _cut(z, temperature, top_k, top_p):
 
 @jit()
 def _rank(x):
-    """int32 whose order is the order of x (adding zero maps -0.0 to 0.0)."""
+    """Return an int32 whose order is the order of x (adding zero maps -0.0 to 0.0)."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @jit()
 def _value(rank):
-    """The inverse of `_rank`."""
+    """Invert `_rank`."""
     return tl.where(rank < 0, rank ^ 0x7FFFFFFF, rank).to(tl.float32, bitcast=True)
 
 
 @jit()
 def _store_ranks(out, at, V):
-    """Ranks of a block; beyond the row the minimum, which is the rank of no float."""
+    """Load the ranks of a block; beyond the row the minimum, which is the rank of no float."""
     return tl.where(at < V, _rank(tl.load(out + at, mask=at < V, other=0.0)), -2147483648)
 
 
@@ -123,7 +123,7 @@ def _store_ranks(out, at, V):
 def _scale_block(
     logits, uncond, at, V, guidance, temperature, GUIDED: tl.constexpr, GREEDY: tl.constexpr, BLOCK_V: tl.constexpr
 ):
-    """z of one block of a row."""
+    """Compute z for one block of a row."""
     z = tl.load(logits + at, mask=at < V, other=float("-inf")).to(tl.float32)
     if GUIDED:
         u = tl.load(uncond + at, mask=at < V, other=float("-inf")).to(tl.float32)
@@ -140,8 +140,8 @@ def _guided_warp_kernel(  # noqa: C901
     GUIDED: tl.constexpr, GREEDY: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr, SCORES: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. WHOLE: the ranks of z stay in registers; otherwise z is processed in blocks, stored in `out`
-    until the last pass. `rest` is the mass that top-p may drop.
+    """One program per row. WHOLE: the ranks of z stay in registers; otherwise z is processed in blocks, and stored in
+    `out` until the last pass. `rest` is the mass that top-p may drop.
     """
     row = tl.program_id(0).to(tl.int64) * V
     logits += row
@@ -200,9 +200,9 @@ def _guided_warp_kernel(  # noqa: C901
                 at = start + lanes
                 if not WHOLE:
                     rank = _store_ranks(out, at, V)
-                taken = (rank >= least) & (rank <= middle.to(tl.int32)) & (at < V)
+                counted = (rank >= least) & (rank <= middle.to(tl.int32)) & (at < V)
                 share = tl.div_rn(tl.exp(_value(rank) - peak), whole)
-                summed += tl.sum(tl.where(taken, share, 0.0).to(tl.float64), 0)
+                summed += tl.sum(tl.where(counted, share, 0.0).to(tl.float64), 0)
             beyond = summed.to(tl.float32) > rest
             high = tl.where(beyond, middle, high)
             low = tl.where(beyond, low, middle + 1)
@@ -212,9 +212,9 @@ def _guided_warp_kernel(  # noqa: C901
             at = start + lanes
             if not WHOLE:
                 rank = _store_ranks(out, at, V)
-            taken = (rank >= least) & (rank < edge) & (at < V)
+            counted = (rank >= least) & (rank < edge) & (at < V)
             share = tl.div_rn(tl.exp(_value(rank) - peak), whole)
-            below += tl.sum(tl.where(taken, share, 0.0).to(tl.float64), 0)
+            below += tl.sum(tl.where(counted, share, 0.0).to(tl.float64), 0)
             ties += tl.sum((rank == edge).to(tl.int32), 0)
         total = tl.full((), 0.0, tl.float64)
         seen = tl.full((), 0, tl.int32)
@@ -282,7 +282,7 @@ def guided_warp(
     top_p: float | None = None,
     scores: bool = False,
 ) -> Tensor:
-    """p (R, V) fp32 from logits (R, V) and, with guidance, the unconditional logits (R, V).
+    """Compute p (R, V) fp32 from logits (R, V) and, with guidance, the unconditional logits (R, V).
 
     scores: return log p up to a constant instead (at temperature 0 the mixed logits). top_k None or 0 and top_p None or
     1 disable that step. Raises ValueError or TypeError naming the argument.
@@ -301,7 +301,7 @@ def guided_warp(
 
 
 def random_case(seed, rows=3, vocabulary=37, guided=False, ties=False, uniform=False, dtype=torch.float32, **sampling):
-    """Arguments of `guided_warp` for the tests; with ties, logits on a coarse grid and some of them -inf."""
+    """Return arguments of `guided_warp` for tests; with ties, logits on a coarse grid, some of them -inf."""
     g = torch.Generator().manual_seed(seed)
     c, u = torch.randn(2, rows, vocabulary, generator=g) * (0 if uniform else 2)
     if ties:
@@ -326,7 +326,7 @@ CASES = [
 
 
 def bench_case(device: str, rows: int = 59, vocabulary: int = 16384) -> BenchCase:
-    """Guidance, temperature and top-k of a draft's nodes."""
+    """Time guidance, temperature and top-k of a draft's nodes."""
     c, u = torch.randn(2, rows, vocabulary, generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
 
     def eager() -> Tensor:

@@ -40,7 +40,7 @@ def load_assistant(folder: Path, data: dict, model: PreTrainedModel, **options: 
     named = list_of(data.get("architectures"))
     kind = getattr(transformers, named[0], None) if named and isinstance(named[0], str) else None
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
-        found = shorten(named[0]) if named else "no architectures"
-        raise ValueError(f"drafter: {folder} names {found}, expected a model class of transformers")
+        label = shorten(named[0]) if named else "no architectures"
+        raise ValueError(f"drafter: {folder} names {label}, expected a model class of transformers")
     spec = load_exactly(kind, "drafter", folder, dtype=model.dtype, local_files_only=True)
     return assistant(spec.to(model.device).eval(), model, **options)

@@ -64,8 +64,8 @@ class OwnImageModel(PreTrainedModel):
 
     def guidance(self, settings: GenerationConfig | None) -> float:
         """Return the guidance scale of these settings, by default the folder's."""
-        found = getattr(settings or self.generation_config, "guidance_scale", None)
-        return 1.0 if found is None else float(found)
+        scale = getattr(settings or self.generation_config, "guidance_scale", None)
+        return 1.0 if scale is None else float(scale)
 
     @classmethod
     def read(cls, folder: str | Path, dtype: torch.dtype = torch.float32) -> Self:
@@ -83,7 +83,7 @@ class OwnImageModel(PreTrainedModel):
                 check_shapes(cls(configuration.from_dict(entries)), read_shapes(where), where)
             model: Any = cls(configuration.from_dict(entries))
         except Exception as error:  # from whichever library checks the wrong entry
-            raise ValueError(f"model: config.json of {where} describes no model ({first_line(error)})") from None
+            raise ValueError(f"model: config.json of {where} does not describe a model ({first_line(error)})") from None
         load_strictly(model.to(dtype), read_tensors(where), where)
         if (where / GENERATION_CONFIG_NAME).is_file():
             model.generation_config = GenerationConfig.from_dict(read_json(where, GENERATION_CONFIG_NAME))

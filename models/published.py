@@ -60,10 +60,10 @@ def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
     if first in EAGLE3 or (first in ("", *PLAIN) and any(name.startswith("midlayer.") for name in names)):
         return "eagle", "eagle3"
     bare = any(name.startswith(("fc.", "layers.")) for name in names)  # transformers' names start with `model.`
-    strange = "dflash_config" in data or any(word in first.lower() for word in WORDS)
-    if not strange and (bare if first in ("", *PLAIN) else HEAD <= names):
+    is_unknown = "dflash_config" in data or any(word in first.lower() for word in WORDS)
+    if not is_unknown and (bare if first in ("", *PLAIN) else HEAD <= names):
         return "eagle", "eagle"
-    if first and not strange and not {"fc.weight", "midlayer.hidden_norm.weight"} & names:
+    if first and not is_unknown and not {"fc.weight", "midlayer.hidden_norm.weight"} & names:
         return "transformers", ""
     known = ", ".join([*EAGLE3[:1], *BLOCKS, *(f"speculators' {kind}" for kind in SPECULATORS)])
     raise ValueError(

@@ -51,11 +51,11 @@ def read_all_tensors(path: str | Path) -> dict[str, Tensor]:
         raise ValueError(f"checkpoint: {path} holds {PICKLE.format(path.name)}")
     tensors: dict[str, Tensor] = {}
     for file in weight_files(path) if path.is_dir() else [inside(path.parent, path.name)]:
-        found = read_file(file, lambda opened, name: opened.get_tensor(name))
-        twice = sorted(tensors.keys() & found.keys())
+        read = read_file(file, lambda opened, name: opened.get_tensor(name))
+        twice = sorted(tensors.keys() & read.keys())
         if twice:
             raise ValueError(f"checkpoint: {path} holds tensor {twice[0]!r} twice, expected the path of one model")
-        tensors |= found
+        tensors |= read
     return unwrap_names(tensors, path)
 
 
@@ -75,7 +75,7 @@ def rename(tensors: Mapping[str, Value], rules: Rules, dropped: str = "(?!)") ->
             continue
         new = rename_tensor(name, rules)
         if new in named:
-            raise ValueError(f"checkpoint: tensors {named[new][0]!r} and {name!r} are the same, expected one layout")
+            raise ValueError(f"checkpoint: tensors {named[new][0]!r} and {name!r} have the same name in our layout")
         named[new] = (name, tensor)
     return named
 
@@ -102,8 +102,8 @@ class Weights(dict[str, Tensor]):
             some = ", ".join(sorted(self.published.values())[:SHOWN])
             raise ValueError(f"checkpoint: {self.where} has no tensor {name!r} (but {some}, ...)")
         if self[name].dim() != dimensions:
-            found = tuple(self[name].shape)
-            raise ValueError(f"checkpoint: tensor {name!r} of {self.where} has shape {found}, expected {dimensions}-D")
+            actual = tuple(self[name].shape)
+            raise ValueError(f"checkpoint: tensor {name!r} of {self.where} has shape {actual}, expected {dimensions}-D")
         return tuple(self[name].shape)
 
     def count(self, prefix: str) -> int:
@@ -121,8 +121,8 @@ class Weights(dict[str, Tensor]):
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the largest floating-point tensor."""
-        found = [tensor for tensor in self.values() if tensor.is_floating_point()]
-        return max(found, key=Tensor.numel, default=torch.zeros(0)).dtype
+        floating = [tensor for tensor in self.values() if tensor.is_floating_point()]
+        return max(floating, key=Tensor.numel, default=torch.zeros(0)).dtype
 
     def load(self, module: ModuleT) -> ModuleT:
         """Load exactly these tensors into the module, in their dtype, and return it in evaluation mode."""

@@ -246,7 +246,7 @@ def test_assistants_of_other_targets_are_refused():
     wide = gemma4_assistant(backbone_hidden_size=48)
     for target, drafter, said in (
         (muse, block_assistant(hidden_size=48, num_attention_heads=4), "hidden size of 48"),
-        (muse, block_assistant(target_layer_ids=[0, 9]), "name layer 9"),
+        (muse, block_assistant(target_layer_ids=[0, 9]), "contains layer 9"),
         (muse, block_assistant(mask_token_id=400), "mask_token_id 400"),
         (gemma, wide, "hidden size of 48"),
         (llama(), gemma4_assistant(), "reads layers of"),

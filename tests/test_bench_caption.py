@@ -47,12 +47,12 @@ def test_three_formats(home):
     [{"text": "a"}, [1], "{", {**MMSPEC, "turns": []}, {**SPEED, "turns": [{"role": "user"}]}, {**VLLM, "prompt": 3}],
 )
 def test_another_format_is_refused_by_line(home, line):
-    with one_sentence(r"line 2 of .*data\.jsonl is no prompt of MMSpec, SPEED-Bench or vLLM's custom_mm \("):
+    with one_sentence(r"line 2 of .*data\.jsonl is not a prompt of MMSpec, SPEED-Bench or vLLM's custom_mm \("):
         bench_data.read(written(home, MMSPEC, line), 9)
 
 
 def test_an_empty_file_is_refused(home):
-    with one_sentence(r"data: got .*data\.jsonl without a line, expected prompts"):
+    with one_sentence(r"data: .*data\.jsonl is empty"):
         bench_data.read(written(home, ""), 9)
 
 
@@ -64,7 +64,7 @@ def test_speed_by_category(home, captioner, capsys):
     assert {name: row["compared"] for name, row in found.items()} == {"chart": 2, "photo": 1, "custom_mm": 1}
     assert all(row["identical"] == row["compared"] and row["tau"] >= 1 for row in found.values())
     assert record["turns_left_out"] == 3 and record["n_prompts"] == 4
-    assert "3 later turns are not asked" in " ".join(capsys.readouterr().out.split())
+    assert "3 later turns are skipped" in " ".join(capsys.readouterr().out.split())
     assert main(["bench", "caption", "--data", str(file), "--batch-size", "2"]) == 2
     assert "data: got --batch-size above 1 beside it" in capsys.readouterr().err
 

@@ -96,7 +96,7 @@ def test_scores_are_those_of_the_metrics_on_the_kept_images(home, capsys, monkey
     monkeypatch.setattr("visspec.cli.bench_image.bench", lambda *_, **__: pytest.fail("a folder is refused first"))
     assert "got seed 1" in refused(capsys, *call, "--seed", "1")
     (home / "coco.txt").write_text("a red cube\nanother\na cube\nred\n")
-    assert "has the image of another prompt, expected another folder" in refused(capsys, *call)
+    assert "has the image of another prompt. Choose another folder." in refused(capsys, *call)
 
 
 def test_what_is_missing_is_named_before_anything_is_drawn(home, capsys):
@@ -105,8 +105,8 @@ def test_what_is_missing_is_named_before_anything_is_drawn(home, capsys):
     (home / "few").mkdir()
     mine = [*call, "--prompts", "coco.txt"]
     for arguments, words in (
-        ([*call, "--reference", "photos"], "--reference: got photos without --prompts, expected both"),
-        ([*mine, "--quality", "4"], "--quality: got 4, expected 0: --prompts are judged against photographs"),
+        ([*call, "--reference", "photos"], "--reference: got photos without --prompts. Pass both."),
+        ([*mine, "--quality", "4"], "--quality: got 4, expected 0: --prompts are evaluated against photographs"),
         ([*mine, "--reference", "few", *TINY], "--reference: got"),
         ([*mine, "--reference", "gone", *TINY], "--reference: got gone, expected a folder of photographs"),
         ([*mine, "--reference", "photos"], "extractor: got 'inception', expected one that can be loaded"),

@@ -189,7 +189,7 @@ def test_interrupted_caption_keeps_records(error, pictures, tmp_path, capsys, mo
     monkeypatch.setattr(Journal, "add", adding)
     argv = ["caption", *pictures, "--out", str(out), "--max-new-tokens", "12"]
     if error is KeyboardInterrupt:
-        assert main(argv) == 130 and capsys.readouterr().err == "visspec: interrupted; what was written stays\n"
+        assert main(argv) == 130 and capsys.readouterr().err == "visspec: interrupted; finished results are kept\n"
     else:
         with pytest.raises(error):
             main(argv)
@@ -273,7 +273,7 @@ def test_the_embedded_captioner_says_once_what_it_knows(pictures, tmp_path, caps
     short = ["--max-new-tokens", "4"]
     assert main(["caption", pictures[0], *photos, *short]) == 0
     (said,) = capsys.readouterr().err.splitlines()
-    assert "knows rendered scenes of coloured shapes only" in said and "photo0.png" in said
+    assert "only knows rendered scenes of coloured shapes" in said and "photo0.png" in said
     assert main(["caption", *pictures, *short]) == 0  # PNG, WEBP and JPEG of its own world
     assert capsys.readouterr().err == ""
     assert main(["caption", *photos, *short, "--model", str(registry.CHECKPOINTS / "captioner")]) == 0

@@ -177,5 +177,5 @@ def test_mar_refuses_what_it_can_not_draw(folder):
         with one_sentence(words):
             pipe(**{"prompt": "1", "seed": 0, "output_type": "latent"} | change)
     vae = layouts_mar.load_mar_vae(folder / "kl16.safetensors")
-    with pytest.raises(ValueError, match="autoencoder: got 4 channels, expected those of tokens of 6"):
+    with pytest.raises(ValueError, match="autoencoder: got 4 channels, which do not fit tokens of size 6"):
         MARImages(type(network(0))(replace(network(0).config, size=6)), autoencoder=vae)

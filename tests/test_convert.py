@@ -193,7 +193,7 @@ def test_anole_gets_its_codec(tmp_path, monkeypatch, capsys):
     for arguments, words in (
         ([], "vq: got none, expected the published codec of Anole"),
         (["--vq", "gone.ckpt"], "gone.ckpt does not exist"),
-        (["--vq", "other.ckpt"], "vq: got a codec of 16 codes, expected one of 24"),
+        (["--vq", "other.ckpt"], "vq: got a codec with 16 codes, expected 24"),
     ):
         assert words in refused(capsys, *call[:3], *arguments, "--out", "new")
 
@@ -215,7 +215,7 @@ def test_what_is_missing_is_named_with_its_argument(tmp_path, monkeypatch, capsy
         ([weights, "--vq", vq, *size, "--text", "vq_ds16_t2i.pt"], "text: vq_ds16_t2i.pt could not be loaded"),
         ([weights, "--vq", vq, *rest, "--drafter", "t5"], "drafter: t5 is not a drafter of image codes"),
         ([vq, "--vq", vq, *size], "has no tensor"),
-        ([weights, "--vq", "other.pt", *rest], "vq: got a codec of 16 codes, expected one of 24"),
+        ([weights, "--vq", "other.pt", *rest], "vq: got a codec with 16 codes, expected 24"),
     ):
         assert words in refused(capsys, "convert", "llamagen", *arguments, "--out", "made")
         assert not (tmp_path / "made").exists() and not list(tmp_path.glob(".convert-*"))

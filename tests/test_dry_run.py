@@ -51,4 +51,4 @@ def test_the_shell_prints_it_and_writes_nothing(data, capsys):
     assert all(part in said for part in parts), said
     assert not (data / "out").exists()
     assert main(["train", "drafter", "--target", "none/of-this", *argv[4:]]) == 2
-    assert "none/of-this is no folder and not in the cache" in capsys.readouterr().err
+    assert "none/of-this is neither a folder nor in the cache" in capsys.readouterr().err

@@ -81,7 +81,7 @@ def test_prompts_are_fixed_and_painted():
         first, again = (world.render(row, np.random.default_rng(1), 96) for _ in range(2))
         assert first.shape == (96, 96, 3) and first.dtype == np.uint8 and np.array_equal(first, again)
         assert judge_image(Image.fromarray(first), row, world.detector(), DetectedColours())[0], name
-    with one_sentence("^prompt: got 'a photo of a dog', expected GenEval's metadata beside it or a prompt"):
+    with one_sentence("^prompt: got 'a photo of a dog', expected GenEval's metadata or a prompt"):
         included.parse("a photo of a dog")
 
 

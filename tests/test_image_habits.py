@@ -135,7 +135,7 @@ def test_negative_prompts_that_are_refused(monkeypatch):
         (pipe, "a", "b", {"guidance_scale": 1.0}, "negative_prompt: got 'b', expected None: without guidance"),
         (glm, "a", "b", {}, "negative_prompt: got 'b', expected None: glm_image has no unconditional"),
         (classes, "3", "b", {}, "negative_prompt: got 'b', expected a class number 0..9"),
-        (pipe, "a", "b" * 140, {}, "negative_prompt: got 158 tokens with those of the image, expected at most 128"),
+        (pipe, "a", "b" * 140, {}, "negative_prompt: got 158 tokens including the image's, expected at most 128"),
     ):
         with one_sentence(re.escape(start)):
             caller(text, negative_prompt=negative, output_type="latent", **more)

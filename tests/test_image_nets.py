@@ -255,7 +255,7 @@ def test_what_does_not_fit_is_refused_by_its_published_name(tmp_path, layout):
 def test_llamagen_does_not_guess(tmp_path):
     file = tmp_path / "gpt.safetensors"
     save_file(filled(gpt_names(False)), file)
-    with pytest.raises(ValueError, match=r"grid: .* does not tell"):
+    with pytest.raises(ValueError, match=r"grid: .* does not contain"):
         layouts_llamagen.load_llamagen(file)
     with pytest.raises(ValueError, match=r"heads: .* has 2 layers of width 32"):
         layouts_llamagen.load_llamagen(file, 4)
@@ -303,5 +303,5 @@ def test_other_paths_that_hold_no_model(tmp_path):
         save_file({"w": torch.zeros(2)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ValueError, match="holds tensor 'w' twice"):
         layouts.read_all_tensors(tmp_path)
-    with pytest.raises(ValueError, match="are the same, expected one layout"):
+    with pytest.raises(ValueError, match="have the same name in our layout"):
         layouts.rename({"a.w": torch.zeros(1), "b.w": torch.zeros(1)}, [(r"^[ab]\.", "c.")])

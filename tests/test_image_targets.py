@@ -242,7 +242,7 @@ def test_what_is_no_glm_image_pipeline_is_refused(tmp_path):
     with pytest.raises(ValueError, match="model: got diffusers' FluxPipeline, expected GlmImagePipeline"):
         ImagePipeline.from_pretrained(str(tmp_path))
     (tmp_path / "vae").symlink_to("/")
-    with pytest.raises(ValueError, match="names the file 'vae', expected a file inside the folder"):
+    with pytest.raises(ValueError, match="refers to 'vae', expected a file inside the folder"):
         ImagePipeline.from_pretrained(str(tmp_path))
 
 

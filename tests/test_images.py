@@ -162,7 +162,7 @@ def test_the_command_numbers_on_after_an_earlier_run(folder, tmp_path, capsys):
     assert cli.main(arguments) == 0
     assert sorted(p.name for p in out.iterdir()) == ["00041.png", "00042.png", "00043.png", "notes.png"]
     assert (out / "00041.png").read_text() == "of an earlier run"
-    assert "up to number 41, going on" in capsys.readouterr().err
+    assert "up to number 41; continuing" in capsys.readouterr().err
     assert [r["path"][-9:] for r in json.loads(record.read_text())["results"]] == ["00042.png", "00043.png"]
 
 

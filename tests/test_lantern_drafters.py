@@ -310,7 +310,7 @@ def test_another_target_or_form_is_refused_in_a_sentence(what, tmp_path):
 
 
 def test_a_target_of_text_is_refused_in_a_sentence(tmp_path):
-    with pytest.raises(ValueError, match="target ChameleonForConditionalGeneration, expected an ImagePipeline's"):
+    with pytest.raises(ValueError, match="target ChameleonForConditionalGeneration, expected that of an ImagePipeline"):
         visspec.accelerate(tiny.chameleon(), str(published("anole", tmp_path / "d")))
 
 

@@ -188,7 +188,7 @@ REFUSED = [
     (lambda: {"acceptance": "surrogate:tries=0"}, "tries: got 0"),
     (lambda: {"order": ParallelMAR(0)}, "iterations: got 0"),
     (lambda: {"order": ParallelMAR(17)}, r"iterations: got 17, expected 1\.\.16"),
-    (lambda: {"order": ParallelMAR(4), **small()}, "drafter: got one beside the order parallel"),
+    (lambda: {"order": ParallelMAR(4), **small()}, "drafter: got one with the order parallel"),
     (lambda: small(denoising_steps=3), "drafter: got 3 denoising steps, expected 4"),
     (lambda: small(size=4),
      "drafter: got 16 tokens of 4 numbers and 156 classes, expected 16 of 8 and 156"),

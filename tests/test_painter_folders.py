@@ -70,9 +70,9 @@ CHANGES = {
     "scale": [
         (lambda t, c: c["network"].update(depth=0), "unknown tensor"),
         (lambda t, c: c["network"].update(heads=3), "has shape"),
-        (lambda t, c: c.update(labels=["one"] * 4), "labels: got 1 names of 4, expected each once"),
-        (lambda t, c: c.update(grids=[[1, 1], [2]]), "describes no model"),
-        (lambda t, c: c["autoencoder"].update(channels=10**9), "describes no model"),
+        (lambda t, c: c.update(labels=["one"] * 4), "labels: got 4 names with duplicates"),
+        (lambda t, c: c.update(grids=[[1, 1], [2]]), "does not describe a model"),
+        (lambda t, c: c["autoencoder"].update(channels=10**9), "does not describe a model"),
     ],
     "mar": [
         (lambda t, c: t["mar.z_proj.bias"].fill_(torch.nan), "not finite"),
@@ -80,7 +80,7 @@ CHANGES = {
         (lambda t, c: c.update(predicts="speed"), "predicts: got 'speed', expected one of"),
     ],
     "any_order": [
-        (lambda t, c: c["network"].update(grid=4), "describes no model"),
+        (lambda t, c: c["network"].update(grid=4), "does not describe a model"),
         (lambda t, c: c.update(words=1000), "has shape"),
     ],
 }

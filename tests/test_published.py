@@ -503,7 +503,7 @@ def test_hub_ids_that_cannot_be_read(cache, monkeypatch):
         registry.drafter("no/where", model_of("llava"))
     for error, said in (
         (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "is not on the hub, or is private"),
-        (GatedRepoError.__new__(GatedRepoError), "asks for a login with access to it"),
+        (GatedRepoError.__new__(GatedRepoError), "needs a login with access to it"),
         (OSError("disk\nfull"), r"could not be fetched \(disk\)"),
     ):
 

@@ -200,7 +200,7 @@ def test_captions_of_two_processes(cluster, tmp_path, capsys):
         argv += options
         assert main(argv) == 1
         said = capsys.readouterr()
-        assert "8 records, 1 of them failed, 3 ids came twice" in said.out
+        assert "8 records, 1 of them failed, 3 repeated ids" in said.out
         assert Counter(line for line in said.err.splitlines() if "twice" in line).total() == 3
         found.append(captions(out))
     for rows in zip(*(sorted(rows.values(), key=lambda row: row["id"]) for rows in found), strict=True):

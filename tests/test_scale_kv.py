@@ -207,9 +207,9 @@ def checked(*row):
         (lambda: CacheBudget.full(LONG, 3).check(LONG, 2), "budget: got 3 layers"),
         (lambda: VARImages(network(0), codec=vae(), budget=CacheBudget.full(LONG, 2)), "budget: got 2 layers of"),
         (lambda: VARImages(network(0), codec=vae(), refiner=network(1), handover=1, budget=CacheBudget.full(SCALES, 2)),
-         "budget: got one beside a refiner"),
+         "budget: got a budget and a refiner"),
         (lambda: SmallVAR(network(0)).attach(VARImages(network(0), codec=vae(), budget=CacheBudget.full(SCALES, 2))),
-         "drafter: got one beside a refiner or a budget"),
+         "drafter: got one with a refiner or a budget"),
     ],
 )  # fmt: skip
 def test_wrong_budgets_are_refused(make, words):

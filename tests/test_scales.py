@@ -294,7 +294,7 @@ def test_wrong_compositions_are_refused(model):
         ("handover: got 2, expected a refiner and", lambda: composed(model, None, 2)),
         (r"refiner: got scales \[1, 4\], expected", lambda: composed(model, network(3, ScaleSizes.square(1, 2)), 1)),
         ("refiner: got codes 8, expected 16", lambda: composed(model, network(3, codes=8), 1)),
-        ("drafter: got one beside a refiner", lambda: SmallVAR(small).attach(composed(model, small, 2).family)),
+        ("drafter: got one with a refiner", lambda: SmallVAR(small).attach(composed(model, small, 2).family)),
         ("drafter: got codes 8, expected 16", lambda: SmallVAR(network(3, codes=8)).attach(family)),
         ("codec: got NoneType, expected VAR's", lambda: VARImages(model)),
         ("codec: got 4 codes of 4, expected the model's 16", lambda: VARImages(model, codec=vae(4))),
@@ -355,7 +355,7 @@ def test_composition_in_pipeline(model):
     assert stats.guarantee == "exact for the declared target"
     assert stats.declared == "scales 1..2 by the model, the others of 4 by the refiner, each given all before"
     assert stats.declared in str(stats) and out.traces[0].memory["freed"] > 0
-    with pytest.raises(ValueError, match="drafter: got one beside a refiner"):
+    with pytest.raises(ValueError, match="drafter: got one with a refiner"):
         pipe("1", drafter=SmallVAR(network(3)), output_type="latent")
 
 

@@ -71,7 +71,7 @@ def test_store_serves_later_runs(home, monkeypatch, capsys):
     said = capsys.readouterr().err
     files = sorted((home / "store").glob("answers-*"))
     size = files[0].stat().st_size
-    assert len(files) == 2 and f"keeps {size / 2e6:.2f} MB an answer, {size * 2 / 1e9:.2f} GB of 4 answers" in said
+    assert len(files) == 2 and f"keeps {size / 2e6:.2f} MB per answer, {size * 2 / 1e9:.2f} GB for 4 answers" in said
     monkeypatch.setattr("visspec.train.loop.capture", None)  # the target is not asked again
     run_of(home, "second", store=home / "store")
     run_of(home, "other", store=home / "store", rate=2e-3)
@@ -82,15 +82,15 @@ def test_bad_input_is_a_sentence(home, monkeypatch):
     refused = lambda said: pytest.raises(ValueError, match="^store: " + said)  # noqa: E731
     with refused(".*/out is the folder of the drafter"):
         run_of(home, "out", store=home / "out")
-    with refused("got .*/data, which holds something else, expected a folder of its own"):
+    with refused(".*/data has other content"):
         run_of(home, "out", store=home / "data")
     run_of(home, "out", store=home / "store")
     for name, value in {"seed": 1, "max_new_tokens": 9, "rows": 1}.items():
         with refused(f"got {name} {value}, expected .* as in .*/store"):
             run_of(home, "out", store=home / "store", overwrite=True, **{name: value})
     (home / "store" / "store.json").unlink()
-    with refused("got .*/store, which holds something else"):
+    with refused(".*/store has other content"):
         run_of(home, "out", store=home / "store", overwrite=True)
     monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
-    with refused(r"got 0\.0 GB to write, expected at most the 0\.0 free"):
+    with refused(r"0\.0 GB are needed, but only 0\.0 are free"):
         run_of(home, "out", store=home / "full", overwrite=True)

@@ -214,7 +214,7 @@ def test_checkpoint_is_of_one_step(tmp_path, earlier, killed):
             break
     assert found == sorted(found) and set(found) == {earlier, 20}
     save_file({}, folder / "run" / "step-20" / "optimiser.safetensors", {"step": "7"})
-    with pytest.raises(ValueError, match=r"resume: got parts of the steps \[7, 20\]"):
+    with pytest.raises(ValueError, match=r"resume: .* mixes parts of the steps \[7, 20\]"):
         again.resume()
 
 

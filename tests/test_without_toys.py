@@ -48,12 +48,12 @@ print(json.dumps([say(argv) for argv in json.loads(sys.argv[2])]))
 """
 RUN = ["list"], ["doctor"], ["bench", "kernels", "--help"], ["eval", "geneval", "--help"]
 REFUSED = {
-    ("caption", "x.png"): r"model: got none, expected a folder or a hub id: no model is included .*",
-    ("generate", "x"): r"model: got none, expected a folder or a hub id: no model is included .*",
+    ("caption", "x.png"): r"model: got none, and no model is included .*",
+    ("generate", "x"): r"model: got none, and no model is included .*",
     ("generate", "x", "--model", "painter"): (
-        r"model: painter is no folder and not in the cache, and the hub could not be reached, expected a .*"
+        r"model: painter is neither a folder nor in the cache, and the hub could not be reached, expected a .*"
     ),
-    ("demo",): r"world: got 'shapes' where no scenes are included, expected the package visspec\.toys",
+    ("demo",): r"world: got 'shapes', but no scenes are included without visspec\.toys",
 }
 TOY_WORDS = re.compile(r"captioner|painter|emoji|\btoys\b|rendered shapes|shape[- ]world|[\"']shapes[\"']", re.I)
 MAY_NAME = {"visspec/toys", "visspec/cli/demo.py", "visspec/cli/race.py", "visspec/io/included.py"}

@@ -1,4 +1,4 @@
-"""Clocks of calls, alone: in turns, and until the host has issued them; and the memory that a call took."""
+"""Clocks for calls (alone, in turns, and until the host has issued them), and a meter of their peak memory."""
 
 import statistics
 import time
@@ -12,12 +12,14 @@ Name = TypeVar("Name")
 
 
 def waiter(device: torch.device) -> Callable[[], None]:
-    """Waits for the device; nothing on a CPU."""
+    """Return a function that waits for the device; it does nothing on a CPU."""
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None
 
 
 def seconds_of(call: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> tuple[float, Any]:
-    """Seconds of a call on an idle device until all of it is done, and what it returned; without `wait` on a CPU."""
+    """Return the seconds of a call on an idle device until its work is done, and its result. On a CPU leave out
+    `wait`.
+    """
     wait()
     began = time.perf_counter()
     found = call()
@@ -28,7 +30,7 @@ def seconds_of(call: Callable[[], Any], wait: Callable[[], None] = lambda: None)
 def median_seconds(
     calls: Mapping[Name, Callable[[], Any]], repeats: int, wait: Callable[[], None]
 ) -> dict[Name, float]:
-    """Median seconds of each call, in turns, after two of each that are not counted."""
+    """Return the median seconds of each call, in turns, after two uncounted calls of each."""
     times: dict[Name, list[float]] = {name: [] for name in calls}
     for _ in range(repeats + 2):
         for name, call in calls.items():
@@ -37,7 +39,7 @@ def median_seconds(
 
 
 def issue_times(call: Callable[[int], Any], wait: Callable[[], None], repeats: int = 9) -> list[float]:
-    """Seconds until each of the calls, with their number, returns, whether the device has done it or not."""
+    """Return the seconds until each numbered call returns, whether or not the device has finished."""
     seconds = []
     for number in range(repeats):
         wait()
@@ -48,7 +50,7 @@ def issue_times(call: Callable[[int], Any], wait: Callable[[], None], repeats: i
 
 
 def peak_above(device: torch.device, call: Callable[[], Any]) -> tuple[int | None, Any]:
-    """The peak of memory in a call above what there is before it, and what it returned; None where it is not known."""
+    """Return the peak memory of a call beyond what was used before, None if unknown, and the call's result."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -57,7 +59,7 @@ def peak_above(device: torch.device, call: Callable[[], Any]) -> tuple[int | Non
     status = Path("/proc/self/status")
     if device.type != "cpu" or not status.exists():
         return None, call()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, found = _kilobytes(status, "VmRSS"), call()
     return (_kilobytes(status, "VmHWM") - before) * 1024, found
 

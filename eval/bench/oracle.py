@@ -1,4 +1,4 @@
-"""A drafter that knows the answer, and errs where it is told to: its acceptance is what a bench asks for."""
+"""A drafter that knows the answer and errs at a given rate, so that a bench can set its acceptance."""
 
 import torch
 from torch import Tensor
@@ -9,8 +9,8 @@ from visspec.types import Draft, Drafter, DrafterTraits, State
 
 
 class Oracle(Drafter):
-    """Chains of known drafts (B, T), which can be set anew for each prompt. B rows, T tokens of an answer. adaptive: a
-    draft-length policy chooses how many of them.
+    """Drafts chains of known tokens (B, T), which can be changed for each prompt. B rows, T tokens of an answer. If
+    `adaptive`, a draft-length policy chooses their number.
     """
 
     def __init__(self, drafts_BT: Tensor | None = None, levels: int = 8, adaptive: bool = False):
@@ -29,6 +29,6 @@ class Oracle(Drafter):
 
 
 def erring(answer_BT: Tensor, acceptance: float, vocabulary: int, seed: int = 0) -> Tensor:
-    """An answer, each of whose tokens is another one with probability 1 - acceptance."""
+    """Return an answer in which each token is replaced by another one with probability 1 - acceptance."""
     uniforms = torch.rand(answer_BT.shape, generator=torch.Generator().manual_seed(seed)).to(answer_BT.device)
     return torch.where(uniforms < acceptance, answer_BT, (answer_BT + 1) % vocabulary)

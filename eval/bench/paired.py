@@ -1,7 +1,7 @@
 """Speed of several ways to decode the same prompts: interleaved, paired, with intervals (rules of docs/evaluate.md).
 
-An *arm* is a callable prompt -> Run. Arms run prompt by prompt, in an order that alternates, after a warm-up; ratios
-are computed prompt by prompt, so that changes of the machine's speed affect all arms equally.
+An *arm* is a callable prompt -> ArmRun. After a warm-up, arms run prompt by prompt in alternating order. Ratios are
+computed prompt by prompt, so that changes in the machine's speed affect all arms equally.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ArmRun:
 
     @classmethod
     def of_trace(cls, seconds: float, tokens: list[list[int]], trace: Trace, first: float, **more: Any) -> ArmRun:
-        """A run of ours: what its trace has not timed is `other`."""
+        """Create a run of our loop. Time that its trace has not measured is `other`."""
         stages = dict(trace.times) | {"other": seconds - sum(trace.times.values())}
         return cls(seconds, tokens, first, stages, list(trace.rounds), **more)
 
@@ -49,7 +49,7 @@ Name = TypeVar("Name")
 
 
 def turns(names: Sequence[Name], count: int) -> Iterator[tuple[int, list[Name]]]:
-    """(number, names in their order of this turn): every second turn is in reverse, and the first place moves on."""
+    """Yield (number, names in the order of this turn). Every second turn is reversed, and the first place rotates."""
     for i in range(count):
         order = list(names) if i % 2 == 0 else list(names)[::-1]
         shift = (i // 2) % len(names)
@@ -62,9 +62,11 @@ def interleave(
     """Run every arm on every prompt.
 
     Args:
-        warmup: Prompts that are run first and not measured. None of them may be measured afterwards: a drafter that
-            remembers answers would only repeat one.
-        title: Title of a progress bar; without one there is none.
+        arms: The arms by name.
+        prompts: The prompts.
+        warmup: Prompts to run first, without measuring. They must not be among `prompts`, because drafters may remember
+            answers.
+        title: Title of a progress bar; none by default.
 
     Returns:
         The runs by arm, and the failures. A prompt that fails in one arm is excluded from all.
@@ -90,9 +92,8 @@ def interleave(
 
 
 def fastest(arms: Sequence[Kind], prompts: Sequence[Any]) -> Kind:
-    """The arm that takes the least time for a few prompts after one to warm up: a baseline at its best setting.
-
-    An arm that raises ValueError or RuntimeError is excluded; if none is left, the error is raised.
+    """Return the arm with the lowest time on a few prompts, after one for the warm-up: a baseline at its best setting.
+    Arms that raise ValueError or RuntimeError are excluded; if none is left, the error is raised.
     """
     seconds: list[tuple[float, int]] = []
     refusal: Exception | None = None
@@ -112,7 +113,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def bootstrap(values: Sequence[float], seed: int = 0, resamples: int = 2000) -> tuple[float, float]:
-    """95 % interval of the geometric mean, resampling prompts with replacement."""
+    """Return the 95 % interval of the geometric mean, resampling prompts with replacement."""
     if len(values) < 2:
         return (float("nan"), float("nan"))
     rng, logs = random.Random(seed), [math.log(v) for v in values]
@@ -121,8 +122,8 @@ def bootstrap(values: Sequence[float], seed: int = 0, resamples: int = 2000) -> 
 
 
 def compare(slow: Sequence[ArmRun], fast: Sequence[ArmRun], per_token: bool = False) -> dict[str, Any]:
-    """Speed-up of `fast` over `slow`, pair by pair. `per_token` divides each time by its number of tokens first, for
-    sampled outputs, whose lengths differ.
+    """Return the speed-up of `fast` over `slow`, pair by pair. `per_token` first divides each time by its number of
+    tokens, for sampled outputs, whose lengths differ.
     """
 
     def cost(run: ArmRun, seconds: float) -> float:
@@ -139,28 +140,28 @@ def compare(slow: Sequence[ArmRun], fast: Sequence[ArmRun], per_token: bool = Fa
 
 
 def over(name: str, slow: Sequence[ArmRun], fast: Sequence[ArmRun], per_token: bool = False) -> dict[str, Any]:
-    """The speed-up of `fast` over `slow` and its interval, as fields of this name."""
+    """Return the speed-up of `fast` over `slow` and its interval, as fields of this name."""
     found = compare(slow, fast, per_token)
     return {name: found["speedup"], f"{name}_ci95": found["speedup_ci95"]}
 
 
 def acceptance(runs: Sequence[ArmRun]) -> dict[str, Any]:
-    """Accepted / reached at each depth, over all runs; and the n of that: how many drafted nodes of each depth had all
-    nodes above them accepted.
-    """
+    """Return accepted / reached at each depth over all runs, and the number of reached nodes."""
     rounds = [entry for run in runs for entry in run.rounds]
     reached = [n for n in by_depth(rounds)[0] if n]
     return {"acceptance_by_depth": acceptance_by_depth(rounds), "reached_by_depth": reached}
 
 
 def time_by_stage(runs: Sequence[ArmRun]) -> dict[str, float]:
-    """Seconds by stage, of all runs."""
+    """Return the seconds of all runs by stage."""
     names = sorted({stage for run in runs for stage in run.stages})
     return {name: sum(run.stages.get(name, 0.0) for run in runs) for name in names}
 
 
 def tau(runs: Sequence[ArmRun]) -> dict[str, Any]:
-    """Block efficiency, bonus included: tokens per target pass, over all rounds (micro) and mean by prompt (macro)."""
+    """Return block efficiency, bonus included: tokens per target pass over all rounds (micro) and mean by prompt
+    (macro).
+    """
     passes = [sum(len(g) for _, g, *_ in r.rounds) for r in runs]
     committed = [sum(sum(g) for _, g, *_ in r.rounds) for r in runs]
     micro = sum(committed) / max(sum(passes), 1)
@@ -171,19 +172,18 @@ def tau(runs: Sequence[ArmRun]) -> dict[str, Any]:
 
 
 def drift(runs: Sequence[ArmRun]) -> float | None:
-    """The mean drift per token; None if it was not measured."""
+    """Return the mean drift per token; None if it was not measured."""
     known = [run.drift for run in runs if run.drift is not None]
     return sum(known) / max(len(known), 1) if len(known) == len(runs) else None
 
 
 def ideal(plain: Sequence[ArmRun], fast: Sequence[ArmRun]) -> dict[str, Any]:
-    """The maximum decode speed-up for tau at the measured costs, in units of one plain one-token pass.
-
-    ideal = tau / (v + c + o): v a verification pass, c drafting, o the rest of a round. The terms between it and
-    tau are listed; `gap` is the effect of removing each term alone.
+    """Return the maximum decode speed-up for tau at the measured costs, in units of one plain one-token pass. ideal =
+    tau / (v + c + o): v a verification pass, c drafting, o the rest of a round. The terms between it and tau are
+    listed; `gap` is the effect of removing each term alone.
     """
     unit = sum(r.stages.get("verify", 0.0) for r in plain) / max(sum(len(r.rounds) for r in plain), 1)
-    unit = unit or float("nan")  # all prompts failed: every figure is NaN
+    unit = unit or float("nan")  # if all prompts failed, every figure is NaN
     rounds = max(sum(len(r.rounds) for r in fast), 1)
 
     def share(*names: str) -> float:
@@ -198,8 +198,8 @@ def ideal(plain: Sequence[ArmRun], fast: Sequence[ArmRun]) -> dict[str, Any]:
 
 
 def in_words(speedup: float, reach: float = 0.0) -> str:
-    """A ratio as text: below 1 is a slowdown. `reach` is tau if the ratio is over our own plain loop: a ratio above it
-    is suspect. For other baselines tau is not a bound (0).
+    """Format a ratio; below 1 it is a slowdown. `reach` is tau if the ratio is relative to our own plain loop, where a
+    larger ratio is suspect; for other baselines tau is not a bound (0).
     """
     if math.isnan(speedup):
         return "not measured"
@@ -211,9 +211,7 @@ def in_words(speedup: float, reach: float = 0.0) -> str:
 
 
 def suspicion(over_plain: float | None, ci95: Sequence[float] | None, reach: float) -> str:
-    """A warning if the interval of the ratio over our own plain loop is above tau: the clock or the count is wrong.
-    Otherwise empty.
-    """
+    """Return a warning, or "", if the interval of the ratio over our plain loop exceeds tau, which shows an error."""
     if over_plain is None or not 0 < reach < over_plain:
         return ""
     low = ci95[0] if ci95 else float("nan")  # no interval from a single prompt

@@ -1,7 +1,7 @@
-"""CLIPScore: 100 times the mean cosine of CLIP's image and text embeddings, as torchmetrics defines it.
+"""CLIPScore: 100 times the mean cosine of CLIP's image and text embeddings, as defined by torchmetrics.
 
-The paper (Hessel et al. 2021, arXiv 2104.08718) scales by 2.5, sets negative cosines to 0 and begins every text with
-"A photo depicts ": its values and ours are not comparable. The model and its text length are part of every result.
+The paper (Hessel et al. 2021, arXiv 2104.08718) scales by 2.5, sets negative cosines to 0 and begins every text with "A
+photo depicts ", so its values are not comparable. The model and its text length are part of every result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class ClipScorer:
-    """Cosines of images and texts by a transformers CLIP model and its processor; texts are truncated to its length."""
+    """Computes cosines of images and texts with a transformers CLIP model and processor. Long texts are truncated."""
 
     def __init__(self, model: CLIPModel, processor: Callable, name: str):
         self.model, self.processor, self.name = model.eval(), processor, name
@@ -32,11 +32,11 @@ class ClipScorer:
         self.fingerprint = digest(name, weights_hash(model), self.length)
 
     def of_images(self, images: Sequence[Image.Image]) -> torch.Tensor:
-        """Embeddings (n, d), not normalised."""
+        """Return embeddings (n, d), not normalised."""
         return self.model.get_image_features(pixel_values=pixels(self.model, self.processor, images)).pooler_output
 
     def of_texts(self, texts: Sequence[str]) -> torch.Tensor:
-        """Embeddings (n, d), not normalised."""
+        """Return embeddings (n, d), not normalised."""
         options = {"return_tensors": "pt", "padding": True, "truncation": True, "max_length": self.length}
         tokens = self.processor(text=list(texts), **options)
         keys = {key: tokens[key].to(self.model.device) for key in ("input_ids", "attention_mask")}
@@ -44,9 +44,9 @@ class ClipScorer:
 
     @torch.inference_mode()
     def cosines(self, images: Sequence[Image.Image], texts: Sequence[str]) -> np.ndarray:
-        """Cosine of each pair, float64 (n,)."""
+        """Return the cosine of each pair, float64 (n,)."""
         if len(images) != len(texts):  # cosine_similarity would broadcast one of them
-            raise ValueError(f"different counts: {len(images)} images and {len(texts)} texts")
+            raise ValueError(f"different counts: {len(images)} images and {len(texts)} texts.")
         u, v = self.of_images(images).double(), self.of_texts(texts).double()
         return torch.nn.functional.cosine_similarity(u, v).cpu().numpy()
 
@@ -58,13 +58,12 @@ def from_folder(
     batch_size: int = 32,
     results: str | Path | None = None,
 ) -> dict:
-    """Mean score of a folder's images with captions keyed by file name; broken or unpaired files are problems.
-
-    Cosines are appended to the JSONL file `results`; pairs already in it with unchanged bytes are not scored again.
+    """Return the mean score of a folder's images with captions by file name. Broken or unpaired files are problems.
+    Cosines are appended to the JSONL file `results`. Pairs in it with unchanged bytes are not scored again.
     """
     pairs, problems = pair_captions(image_files(folder), captions)
     if not pairs:
-        raise ValueError(f"captions: no image of {folder} has a caption, expected one by each file's name")
+        raise ValueError(f"captions: no image of {folder} has a caption, expected captions by file name")
     done = ResultFile(results, digest(scorer.fingerprint))
     keys = [digest(path.name, caption, file_digest(path)) for path, caption in pairs]
     missing = [(key, *pair) for key, pair in zip(keys, pairs) if key not in done.rows]
@@ -81,7 +80,7 @@ def from_folder(
 
 
 def _score(batch: Sequence[tuple[str, Path, str]], scorer: ClipScorer, done: ResultFile) -> list[str]:
-    """Adds a row for each (key, file, caption) whose file can be read; returns what is wrong with the others."""
+    """Add a row for each (key, file, caption) whose file can be read. Returns the problems with the others."""
     read, problems = [], []
     for key, path, caption in batch:
         try:
@@ -96,7 +95,7 @@ def _score(batch: Sequence[tuple[str, Path, str]], scorer: ClipScorer, done: Res
 
 
 def pair_captions(files: Sequence[Path], captions: Mapping[str, str]) -> tuple[list[tuple[Path, str]], list[str]]:
-    """(file, caption) pairs, by name, and what has no partner."""
+    """Return (file, caption) pairs, by name, and the problems with the rest."""
     names = {path.name for path in files}
     problems = [f"{path.name} has no caption" for path in files if path.name not in captions]
     problems += [f"there is no image {name} for its caption" for name in captions if name not in names]

@@ -1,4 +1,4 @@
-"""Interfaces of GenEval's detector and colour classifier, and colours that a detector has measured itself."""
+"""Interfaces of GenEval's detector and colour classifier, and colours measured by a detector itself."""
 
 import hashlib
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from PIL import Image
 
-UNKNOWN = "unknown"  # for objects with none of the ten colours
+UNKNOWN = "unknown"  # colour of objects that have none of the ten colours
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,15 @@ class Detection:
 
 @dataclass(frozen=True)
 class DetectionResult:
-    """A detector's result for one image. If `refused` is not empty, it is the reason why the image fails."""
+    """A detector's result for one image. If not empty, `refused` is the reason why the image fails."""
 
     detections: tuple[Detection, ...]
     refused: str = ""
 
 
 class Detector(Protocol):
-    """Detects all classes that it knows, not only those of a prompt: `strict` counts the others.
-
-    `fingerprint` identifies weights and settings. `original` is True only for GenEval's own detector.
+    """Detects all classes that it knows, not only those of a prompt, because `strict` counts the others. `fingerprint`
+    identifies weights and settings. `original` is True only for GenEval's own detector.
     """
 
     name: str
@@ -42,10 +41,10 @@ class Detector(Protocol):
     original: bool
 
     def threshold(self, tag: str) -> float:
-        """Scores must exceed this for a task."""
+        """Return the value that scores must exceed for a task."""
 
     def detect(self, image: Image.Image) -> DetectionResult:
-        """Objects in an RGB image."""
+        """Detect the objects in an RGB image."""
 
 
 class ColourClassifier(Protocol):
@@ -56,17 +55,17 @@ class ColourClassifier(Protocol):
     original: bool
 
     def classify(self, image: Image.Image, detections: Sequence[Detection], label: str) -> list[str]:
-        """A colour word for each detection of one class."""
+        """Return a colour word for each detection of one class."""
 
 
 def digest(*parts: object) -> str:
-    """Short stable hash of printable settings and bytes."""
+    """Return a short stable hash of printable settings and bytes."""
     plain = [hashlib.blake2b(part).hexdigest() if isinstance(part, bytes) else part for part in parts]
     return hashlib.blake2b(repr(plain).encode(), digest_size=8).hexdigest()
 
 
 def file_digest(path: str | Path) -> str:
-    """Hex SHA-256 digest of a file's bytes, read in pieces."""
+    """Return the hex SHA-256 digest of a file's bytes, read in pieces."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

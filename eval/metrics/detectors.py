@@ -38,7 +38,7 @@ CANVAS = "#999999"
 
 
 def box_of(mask: np.ndarray) -> tuple[float, float, float, float]:
-    """Smallest box (x0, y0, x1, y1) around a non-empty mask, corners exclusive at the right and bottom."""
+    """Return the smallest box (x0, y0, x1, y1) around a non-empty mask; x1 and y1 are exclusive."""
     rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
     return float(columns[0]), float(rows[0]), float(columns[-1] + 1), float(rows[-1] + 1)
 
@@ -58,15 +58,14 @@ class _ModelDetector:
         return next(self.model.parameters()).device
 
     def threshold(self, tag: str) -> float:
-        """Scores must exceed it; counting has a separate one."""
+        """Return the value that scores must exceed, which is different for counting."""
         return self.scores[tag == "counting"]
 
 
 class Mask2Former(_ModelDetector):
-    """Instance segmentation by transformers' Mask2Former, all classes of its head.
-
-    Called with the lowest threshold in use (the processor's default of 0.5 would drop detections above 0.3) and with
-    binary maps (otherwise overlapping masks overwrite each other). Boxes are computed from the masks.
+    """Instance segmentation by transformers' Mask2Former, with all classes of its head. It uses the lowest threshold of
+    all tasks (the processor's default of 0.5 would drop detections above 0.3) and binary maps (otherwise overlapping
+    masks overwrite each other). Boxes are computed from the masks.
     """
 
     def __init__(self, model: PreTrainedModel, processor: Callable, name: str, classes: Sequence[str] = COCO_CLASSES):
@@ -77,7 +76,7 @@ class Mask2Former(_ModelDetector):
 
     @torch.inference_mode()
     def detect(self, image: Image.Image) -> DetectionResult:
-        """Every instance above the lowest threshold, whatever its class."""
+        """Return every instance above the lowest threshold, of any class."""
         inputs = self.processor(images=image, return_tensors="pt").to(self.device)
         options = {"threshold": min(self.scores), "target_sizes": [image.size[::-1]], "return_binary_maps": True}
         (result,) = self.processor.post_process_instance_segmentation(self.model(**inputs), **options)
@@ -90,10 +89,9 @@ class Mask2Former(_ModelDetector):
 
 
 class MMDetMask2Former(_ModelDetector):
-    """The original's detector: an mmdet model and the file its weights came from, whose hash is checked.
-
-    `infer(array BGR uint8)` returns per class an array (n, 5) of boxes with scores and a list of masks, as mmdet 2's
-    `inference_detector` does; without it, `config` and `checkpoint` are loaded with mmdet.
+    """The original's detector: an mmdet model and its weight file, whose hash is checked. `infer(array BGR uint8)`
+    returns for each class an array (n, 5) of boxes with scores and a list of masks, like `inference_detector` of mmdet
+    2. Without it, `config` and `checkpoint` are loaded with mmdet.
     """
 
     name = "mask2former-swin-s-mmdet"
@@ -110,7 +108,7 @@ class MMDetMask2Former(_ModelDetector):
         self.infer = infer
 
     def detect(self, image: Image.Image) -> DetectionResult:
-        """Every instance of the 80 classes."""
+        """Return every instance of the 80 classes."""
         boxes, masks = self.infer(np.ascontiguousarray(np.asarray(image)[..., ::-1]))
         out = []
         for label, rows, kept in zip(COCO_CLASSES, boxes, masks):
@@ -121,9 +119,8 @@ class MMDetMask2Former(_ModelDetector):
 
 
 class ClipColours(ClipScorer):
-    """GenEval's colour classifier: the object on grey #999, cut to its box, against three templates and ten colours.
-
-    `original` if the model is OpenAI's ViT-L/14, identified by `name` and the width of its projection.
+    """GenEval's colour classifier: compares the object, cropped to its box on grey #999, with three templates and ten
+    colours. `original` if the model is OpenAI's ViT-L/14, identified by `name` and the width of its projection.
     """
 
     templates = (
@@ -139,7 +136,7 @@ class ClipColours(ClipScorer):
         self._classifiers: dict[str, torch.Tensor] = {}
 
     def _classifier(self, label: str) -> torch.Tensor:
-        """Unit text embeddings (10, d), the mean over templates."""
+        """Return unit text embeddings (10, d), averaged over templates."""
         if label not in self._classifiers:
             texts = [t.format(colour=colour, label=label) for colour in COLOURS for t in self.templates]
             rows = normalize(self.of_texts(texts).float(), dim=-1)
@@ -149,7 +146,7 @@ class ClipColours(ClipScorer):
 
     @torch.inference_mode()
     def classify(self, image: Image.Image, detections: Sequence[Detection], label: str) -> list[str]:
-        """The nearest of the ten colour words for each detection."""
+        """Return the nearest of the ten colour words for each detection."""
         if not detections:
             return []
         rows = normalize(self.of_images([cut_out(image, d) for d in detections]).float(), dim=-1)
@@ -157,7 +154,7 @@ class ClipColours(ClipScorer):
 
 
 def cut_out(image: Image.Image, detection: Detection) -> Image.Image:
-    """The object on the grey canvas, cut to its box (at least one pixel); without a mask only cut."""
+    """Crop the object to its box (at least one pixel), on grey if there is a mask."""
     if detection.mask is not None:
         blank = Image.new("RGB", image.size, CANVAS)
         image = Image.composite(image, blank, Image.fromarray(detection.mask.astype(np.uint8) * 255))

@@ -1,7 +1,7 @@
 """Feature extractors with a common protocol, and a fixed random convolution that needs no download.
 
-An extractor maps uint8 images (n, 3, h, w) to features (n, d). Preprocessing is part of the metric, so it is
-described in `preprocessing` and included in `fingerprint`, with a hash of the weights.
+An extractor maps uint8 images (n, 3, h, w) to features (n, d). Preprocessing is part of the metric, so it is described
+in `preprocessing` and included in `fingerprint`, with a hash of the weights.
 """
 
 from __future__ import annotations
@@ -30,24 +30,28 @@ INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 
 
 class FeatureExtractor(Protocol):
-    """`fingerprint` identifies weights and preprocessing; features with different ones are not comparable."""
+    """Maps images to features. `fingerprint` identifies weights and preprocessing, which must be equal for
+    comparisons.
+    """
 
     name: str
     fingerprint: str
     preprocessing: str
 
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """uint8 (n, 3, h, w) -> floating (n, dim)."""
+        """Map uint8 (n, 3, h, w) to floating (n, dim)."""
 
 
 def metric_name(extractor: FeatureExtractor, verified: str = "FID", other: str = "FD") -> str:
-    """`FID` for the Inception weights with the checked hash, else `FD[name]`; other metrics pass their own names."""
+    """Return `FID` for the Inception weights with the checked hash, else `FD[name]`; other metrics pass their own
+    names.
+    """
     genuine = isinstance(extractor, Inception) and extractor.verified
     return verified if genuine else f"{other}[{extractor.name}]"
 
 
 def weights_hash(module: torch.nn.Module) -> str:
-    """Hash of every parameter and buffer of a module, names included."""
+    """Return a hash of every parameter and buffer of a module, including names."""
     h = sha256()
     for name, value in sorted(module.state_dict().items()):
         h.update(name.encode())
@@ -63,7 +67,6 @@ def _checked(images: torch.Tensor) -> torch.Tensor:
 
 class RandomConv:
     """Four fixed random 3x3 convolutions with stride 2 and ReLU; mean and standard deviation over space, 256 values.
-
     The weights are from numpy's legacy RandomState, whose stream is stable, and their hash is checked.
     """
 
@@ -87,7 +90,7 @@ class RandomConv:
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """float32 (n, 256); images of at least 16 x 16 pixels."""
+        """Return float32 (n, 256) for images of at least 16 x 16 pixels."""
         x = _checked(images).to(self.device).float() / 127.5 - 1
         if min(x.shape[2:]) < 16:
             raise ValueError(f"images must be at least 16 x 16 pixels, not {x.shape[2]} x {x.shape[3]}")
@@ -98,7 +101,7 @@ class RandomConv:
 
 
 def pixels(model: PreTrainedModel, processor: Callable, images: Iterable[Any]) -> torch.Tensor:
-    """What a transformers processor makes of images, on the model's device and in its dtype."""
+    """Preprocess images with a transformers processor, on the model's device and in its dtype."""
     return processor(images=list(images), return_tensors="pt")["pixel_values"].to(model.device, model.dtype)
 
 
@@ -112,7 +115,7 @@ class TransformersFeatures:
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """float32 (n, dim)."""
+        """Return float32 (n, dim)."""
         encode = getattr(self.model, "get_image_features", self.model)
         out = encode(pixel_values=pixels(self.model, self.processor, _checked(images)))
         features = out.pooler_output if out.pooler_output is not None else out.last_hidden_state[:, 0]
@@ -120,7 +123,7 @@ class TransformersFeatures:
 
 
 def _settings(processor: object) -> str:
-    """The processor's settings that change pixels, as stable text."""
+    """Return the processor's settings that affect pixels, as stable text."""
     keys = ("size", "crop_size", "resample", "do_center_crop", "image_mean", "image_std", "rescale_factor")
     inner = getattr(processor, "image_processor", processor)
     return ", ".join(f"{key}={getattr(inner, key)}" for key in keys if hasattr(inner, key))
@@ -152,12 +155,12 @@ class Inception:
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """float32 (n, 2048)."""
+        """Return float32 (n, 2048)."""
         return self.network(_checked(images).to(self.device))[0].float().cpu()
 
 
 class FeatureTable(NamedTuple):
-    """Features (n, d) of a folder's images and one sentence for each file that could not be used."""
+    """Features (n, d) of a folder's images, and one sentence for each file that could not be used."""
 
     features: torch.Tensor
     problems: list[str]
@@ -166,9 +169,12 @@ class FeatureTable(NamedTuple):
 def read_features(
     folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32, cache: str | Path | None = None
 ) -> FeatureTable:
-    """Computes the features of a folder's images, in natural order of their names.
+    """Compute the features of a folder's images, in natural order of their names.
 
     Args:
+        folder: The images.
+        extractor: The extractor.
+        batch_size: Number of images per call.
         cache: Folder of safetensors files keyed by the images' bytes and the extractor's fingerprint.
     """
     if cache is None:
@@ -186,7 +192,7 @@ def read_features(
 
 
 def _extract(folder: str | Path, extractor: FeatureExtractor, batch_size: int) -> FeatureTable:
-    """A new batch begins where the image size changes."""
+    """Compute features in batches of images of the same size."""
     broken: list[tuple[Path, str]] = []
     batch: list[tuple[Path, np.ndarray]] = []
     parts: list[torch.Tensor] = []
@@ -216,9 +222,8 @@ def _extract(folder: str | Path, extractor: FeatureExtractor, batch_size: int) -
 def result(
     name: str, generated: FeatureTable, reference: FeatureTable, extractor: FeatureExtractor, **values: object
 ) -> dict:
-    """A result row: name, values, both counts, extractor and problems.
-
-    Different counts are a problem, because most metrics depend on n.
+    """Return a result row: name, values, both counts, extractor and problems. Different counts are a problem, because
+    most metrics depend on n.
     """
     n, n_reference = len(generated.features), len(reference.features)
     problems = [*generated.problems, *reference.problems]

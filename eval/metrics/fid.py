@@ -1,8 +1,8 @@
 """Frechet distance of two sets of images: |m1 - m2|^2 + tr S1 + tr S2 - 2 tr (S1 S2)^(1/2) of their features.
 
 It is called FID (Heusel et al. 2017, arXiv 1706.08500) only with the 2048 pool features of the 2015-12-05 Inception
-graph, checked by hash; with any other extractor it is `FD[extractor]`. It is biased upward by roughly 1/N: compare
-equal N only, and relative to the noise floor, the distance between two halves of the reference.
+graph, checked by hash; with any other extractor it is `FD[extractor]`. It is biased upward by roughly 1/N, so only
+compare equal N, relative to the noise floor, the distance between two halves of the reference.
 """
 
 import torch
@@ -12,7 +12,7 @@ from visspec.eval.metrics.features import FeatureExtractor, FeatureTable, metric
 
 
 def from_features(first: Tensor, second: Tensor) -> float:
-    """Squared Frechet distance of Gaussians fitted to two feature tables (n, d) and (m, d), in float64."""
+    """Return the squared Frechet distance of Gaussians fitted to two feature tables (n, d) and (m, d), in float64."""
     (mean_a, factor_a), (mean_b, factor_b) = _fit(first), _fit(second)
     # With S = F^T F, tr (S1 S2)^(1/2) is the nuclear norm of F1 F2^T: no square root of a nearly singular product.
     shared = float(torch.linalg.svdvals(factor_a @ factor_b.T).sum())
@@ -21,7 +21,7 @@ def from_features(first: Tensor, second: Tensor) -> float:
 
 
 def _fit(features: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean (d,) and a factor F with F^T F the unbiased covariance (d, d); F has at most d rows."""
+    """Return the mean (d,) and a factor F, with at most d rows, where F^T F is the unbiased covariance (d, d)."""
     if len(features) < 2 or not torch.isfinite(features).all():
         raise ValueError(f"features must be finite and of at least 2 images, not of {len(features)}")
     rows = features.double()
@@ -31,10 +31,9 @@ def _fit(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def compare(generated: FeatureTable, reference: FeatureTable, extractor: FeatureExtractor) -> dict:
-    """The result row of two folders.
-
-    `noise_floor` is the distance between the reference's two halves (every second image) of `noise_floor_n` images
-    each; `noise_floor_here` scales it, as 1/N, to the two counts of this comparison.
+    """Return the result row of two folders. `noise_floor` is the distance between the reference's two halves (every
+    second image) of `noise_floor_n` images each. `noise_floor_here` scales it, as 1/N, to the two counts of this
+    comparison.
     """
     x, y = generated.features, reference.features
     if len(y) < 4:

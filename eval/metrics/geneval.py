@@ -1,8 +1,8 @@
 """GenEval (Ghosh et al. 2023, arXiv 2310.11513): six tasks checked with an object detector and a colour classifier.
 
-Rules, thresholds, folder layout, result rows and summary are those of the authors' repository (djghosh13/geneval);
-the code is ours, the detector and the colour classifier are arguments. `strict` is our addition: exactly the requested
-objects and no others.
+Rules, thresholds, folder layout, result rows and summary are those of the authors' repository (djghosh13/geneval). The
+code is ours, and detector and colour classifier are arguments. `strict` is our addition: exactly the requested objects
+and no others.
 
 Layout: `<root>/00000/metadata.jsonl` (one JSON object) and `<root>/00000/samples/0000.png` ...; unknown metadata fields
 are kept and ignored. Rows are appended to a JSONL file one by one, so an interrupted run can be resumed.
@@ -43,10 +43,8 @@ FIELDS = ("tag", "include", "exclude", "prompt")
 
 
 def relations(subject: Sequence[float], reference: Sequence[float]) -> set[str]:
-    """Relations that hold between two boxes; two may hold at once.
-
-    The offset of the centres is shrunk on each axis by a tenth of the summed sizes and divided by the length of the
-    offset before shrinking; a relation holds beyond one half.
+    """Return the relations that hold between two boxes; two may hold at once. The offset of the centres is shrunk on
+    each axis by a tenth of the summed sizes and divided by its original length. A relation holds above one half.
     """
     a, b = np.asarray(subject, float).reshape(2, 2), np.asarray(reference, float).reshape(2, 2)
     offset = a.mean(0) - b.mean(0)
@@ -60,7 +58,7 @@ def relations(subject: Sequence[float], reference: Sequence[float]) -> set[str]:
 
 
 def select_detections(found: DetectionResult, threshold: float) -> dict[str, list[Detection]]:
-    """Detections above a threshold by class, best first, at most MAX_OBJECTS a class."""
+    """Return detections above a threshold by class, best first, at most MAX_OBJECTS per class."""
     out: dict[str, list[Detection]] = {}
     for d in sorted(found.detections, key=lambda d: -d.score):
         if d.score > threshold and len(chosen := out.setdefault(d.label, [])) < MAX_OBJECTS:
@@ -69,7 +67,7 @@ def select_detections(found: DetectionResult, threshold: float) -> dict[str, lis
 
 
 def _include(image, item: dict, objects: dict, groups: list, colours: ColourClassifier) -> tuple[list | None, str]:
-    """The objects that satisfy one `include` clause, or None and the reason."""
+    """Return the objects that satisfy an `include` clause, or None and the reason."""
     label, count = item["class"], item["count"]
     found = objects.get(label, [])[:count]
     if len(found) < count:
@@ -91,7 +89,9 @@ def _include(image, item: dict, objects: dict, groups: list, colours: ColourClas
 
 
 def judge(image, objects: dict[str, list[Detection]], metadata: dict, colours: ColourClassifier) -> tuple[bool, str]:
-    """Whether an image satisfies a prompt's metadata, and the reasons if not; `include` and `exclude` all must hold."""
+    """Return whether an image satisfies all `include` and `exclude` clauses of a prompt's metadata, and the reasons if
+    not.
+    """
     groups: list[list[Detection] | None] = []
     reasons = []
     for item in metadata.get("include", []):
@@ -107,7 +107,7 @@ def judge(image, objects: dict[str, list[Detection]], metadata: dict, colours: C
 
 
 def strictly(objects: dict[str, list[Detection]], metadata: dict) -> bool:
-    """Whether the detected classes and counts are exactly the requested ones."""
+    """Return whether the detected classes and counts are exactly the requested ones."""
     want: dict[str, int] = {}
     for item in metadata.get("include", []):
         want[item["class"]] = want.get(item["class"], 0) + item["count"]
@@ -115,7 +115,7 @@ def strictly(objects: dict[str, list[Detection]], metadata: dict) -> bool:
 
 
 def check_metadata(metadata: object) -> dict:
-    """Returns the metadata if its known fields have GenEval's form; raises ValueError otherwise."""
+    """Return the metadata if its known fields have GenEval's form, else raise ValueError."""
     if not isinstance(metadata, dict):
         raise ValueError(f"metadata must be a JSON object, not {type(metadata).__name__}")
     for key, kind in (("tag", str), ("prompt", str), ("include", list)):
@@ -140,7 +140,7 @@ def _check_position(position: object, i: int, key: str) -> None:
 
 
 def write_prompt(root: str | Path, index: int, metadata: dict) -> Path:
-    """Create `<root>/<index>/` with its metadata file; returns the `samples` folder for the images `0000.png` ...."""
+    """Create `<root>/<index>/` with its metadata file. Returns the `samples` folder for images `0000.png` ..."""
     folder = Path(root) / f"{index:05d}"
     (folder / "samples").mkdir(parents=True, exist_ok=True)
     (folder / "metadata.jsonl").write_text(json.dumps(metadata) + "\n")
@@ -149,7 +149,7 @@ def write_prompt(root: str | Path, index: int, metadata: dict) -> Path:
 
 @dataclass(frozen=True)
 class PromptFolder:
-    """One prompt folder: its name, metadata, image files in order; `problem` is the reason if it can't be used."""
+    """One prompt folder: its name, metadata, image files in order, and the `problem` if it can't be used."""
 
     name: str
     metadata: dict
@@ -158,7 +158,7 @@ class PromptFolder:
 
 
 def read_prompts(root: str | Path) -> list[PromptFolder]:
-    """Every numbered folder under `root`, in order of number; ValueError if there is none or none has an image."""
+    """Return every numbered folder under `root`, in order. Raises ValueError if there is none or none has an image."""
     root = Path(root)
     if not root.is_dir():
         raise FileNotFoundError(f"there is no folder {root}")
@@ -184,9 +184,8 @@ def read_prompts(root: str | Path) -> list[PromptFolder]:
 
 
 def read_flat(folder: str | Path, rows: Sequence[dict]) -> list[PromptFolder]:
-    """Prompts of images that lie in one folder; each row is GenEval's metadata with the image's file name as "image".
-
-    Images of one prompt are counted together. ValueError for metadata in another form or if no image exists.
+    """Return prompts of images in a single folder. Each row is GenEval's metadata with the image's file name as
+    "image". Images of one prompt are counted together. Raises ValueError for other metadata or if no image exists.
     """
     folder = Path(folder)
     found: dict[str, list[Path]] = {}
@@ -202,7 +201,7 @@ def read_flat(folder: str | Path, rows: Sequence[dict]) -> list[PromptFolder]:
         lost = [f"there is no image {path.name}" for path in files if not path.is_file()]
         out.append(PromptFolder(f"{i:05d}", json.loads(described), there, "".join(lost[:1])))
     if not any(prompt.files for prompt in out):
-        raise ValueError(f"prompts: {folder} holds none of the {len(rows)} images named, expected some of them")
+        raise ValueError(f"prompts: {folder} holds none of the {len(rows)} images.")
     return out
 
 
@@ -223,7 +222,7 @@ class Report:
 
 
 def evaluate_image(path: Path, filename: str, metadata: dict, detector: Detector, colours: ColourClassifier):
-    """One result row in GenEval's form, plus `strict`."""
+    """Return a result row in GenEval's form, plus `strict`."""
     row = {"filename": filename, "tag": metadata["tag"], "prompt": metadata["prompt"]}
     row["metadata"] = json.dumps(metadata)
     try:
@@ -238,7 +237,7 @@ def evaluate_image(path: Path, filename: str, metadata: dict, detector: Detector
 def judge_image(
     image, metadata: dict, detector: Detector, colours: ColourClassifier
 ) -> tuple[bool, bool, str, dict[str, list[Detection]]]:
-    """(correct, strict, reasons, objects) of an image."""
+    """Return (correct, strict, reasons, objects) of an image."""
     found = detector.detect(image)
     objects = select_detections(found, detector.threshold(metadata["tag"]))
     correct, reason = judge(image, objects, metadata, colours)
@@ -253,11 +252,9 @@ def evaluate(
     detector: Detector | None = None,
     colours: ColourClassifier | None = None,
 ) -> Report:
-    """Score every image under `root`, or of the given prompts, and append each row to the JSONL file `results`.
-
-    Images already in `results` with unchanged bytes are not scored again. A broken image counts as not correct and is
-    listed as a problem, as is a folder without usable metadata or images. Detector and colours default to the
-    included ones.
+    """Score every image under `root`, or of the given prompts, and append each row to the JSONL file `results`. Images
+    in `results` with unchanged bytes are not scored again. A broken image counts as incorrect and as a problem, and so
+    does a folder without usable metadata or images. Detector and colours are by default the included ones.
     """
     detector, colours = detector or included.detector(), colours or DetectedColours()
     prompts = read_prompts(root) if isinstance(root, (str, Path)) else list(root)
@@ -288,7 +285,7 @@ def _image_key(path: Path, metadata: dict) -> str:
 
 
 def _uneven(prompts: list[PromptFolder]) -> list[str]:
-    """A sentence for every folder whose number of images differs from the most common one."""
+    """Return a sentence for every folder whose number of images differs from the most common one."""
     counts = [len(prompt.files) for prompt in prompts if prompt.files]
     usual = max(set(counts), key=lambda n: (counts.count(n), n))
     odd = [p for p in prompts if p.files and len(p.files) != usual]
@@ -296,7 +293,7 @@ def _uneven(prompts: list[PromptFolder]) -> list[str]:
 
 
 def _name(prompts: list[PromptFolder], detector: Detector, colours: ColourClassifier) -> str:
-    """`GenEval` for the original's prompts, four images each, detector and colour classifier; else with brackets."""
+    """Return `GenEval` for the original's prompts, four images each, detector and colours; else add brackets."""
     lines = [json.dumps({k: v for k, v in p.metadata.items() if k in FIELDS}) + "\n" for p in prompts]
     same = sha256("".join(lines).encode()).hexdigest() == ORIGINAL_PROMPTS
     complete = all(len(p.files) == ORIGINAL_SAMPLES for p in prompts)
@@ -306,7 +303,7 @@ def _name(prompts: list[PromptFolder], detector: Detector, colours: ColourClassi
 
 
 def summarise(rows: Iterable[dict]) -> dict:
-    """Counts and shares in GenEval's terms; `overall` and `strict` are the unweighted means of the tasks present."""
+    """Return counts and shares in GenEval's terms. `overall` and `strict` are unweighted means of the tasks present."""
     rows = list(rows)
     if not rows:
         raise ValueError("there is no result row to summarise")

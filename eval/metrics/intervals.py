@@ -1,20 +1,19 @@
-"""95 % intervals of shares: of one, and of the mean of several, as in benchmarks that average tasks."""
+"""95 % intervals of a share, and of the mean of several shares, as in benchmarks that average tasks."""
 
 import math
 from collections.abc import Sequence
 
 
 def wilson(hits: float, n: int) -> tuple[float, float]:
-    """Interval of a share of n (Wilson 1927)."""
+    """Return the interval of a share of n (Wilson 1927)."""
     z, share = 1.96, hits / n
     centre, spread = share + z * z / (2 * n), z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     return max((centre - spread) / (1 + z * z / n), 0.0), min((centre + spread) / (1 + z * z / n), 1.0)
 
 
 def of_mean_share(counts: Sequence[tuple[float, int]]) -> tuple[float, float]:
-    """Interval of the unweighted mean of independent shares, given as (hits, n) of each.
-
-    The distances of Wilson's limits from each share are added in quadrature, below and above (Zou and Donner 2008).
+    """Return the interval of the unweighted mean of independent shares, given as (hits, n). The distances of Wilson's
+    limits from each share are added in quadrature, below and above (Zou and Donner 2008).
     """
     shares = [hits / n for hits, n in counts]
     limits = [wilson(hits, n) for hits, n in counts]

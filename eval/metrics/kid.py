@@ -1,7 +1,7 @@
 """Kernel Inception distance (Binkowski et al. 2018, arXiv 1801.01401): unbiased MMD^2 with a cubic polynomial kernel.
 
-k(x, y) = (x . y / d + 1)^3, averaged over random subsets; called KID only with the verified Inception features.
-Computed by torch-fidelity.
+k(x, y) = (x . y / d + 1)^3, averaged over random subsets, computed by torch-fidelity. It is called KID only with the
+verified Inception features.
 """
 
 import torch
@@ -16,8 +16,8 @@ SEED = 2020
 def from_features(
     first: torch.Tensor, second: torch.Tensor, subsets: int = SUBSETS, subset_size: int = SUBSET_SIZE, seed: int = SEED
 ) -> tuple[float, float]:
-    """Mean and standard deviation of the estimate over subsets."""
-    if subset_size < 2:  # of one image it would be NaN
+    """Return mean and standard deviation of the estimate over subsets."""
+    if subset_size < 2:  # NaN for a single image
         raise ValueError(f"the unbiased estimate needs at least 2 images on each side, not {subset_size}")
     from torch_fidelity.metric_kid import kid_features_to_metric
 
@@ -33,7 +33,7 @@ def compare(
     subsets: int = SUBSETS,
     subset_size: int | None = None,
 ) -> dict:
-    """The result row of two folders; a subset has 1,000 images by default, or all there are."""
+    """Return the result row of two folders. A subset has 1,000 images by default, or all if there are fewer."""
     x, y = generated.features, reference.features
     size = subset_size or min(SUBSET_SIZE, len(x), len(y))
     mean, std = from_features(x, y, subsets, size)

@@ -1,6 +1,6 @@
 """Extractors, detectors and CLIP models by name: an included one, a folder or a hub id.
 
-Safetensors only, and no remote code. Raises ValueError, starting with the argument's name, if a model can't be loaded.
+Only safetensors are loaded, and no remote code. Raises ValueError with the argument's name if a model can't be loaded.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,7 @@ from visspec.io import included
 
 
 def extractor(spec: str, device: str = "cpu") -> features.FeatureExtractor:
-    """ "random-conv" (included), "inception" or "inception:FILE", or a transformers model with an image
-    processor (CLIP, DINOv2, ...).
-    """
+    """Load "random-conv" (included), "inception[:FILE]", or a transformers model with an image processor."""
     kind, _, rest = spec.partition(":")
     if spec == "random-conv":
         return features.RandomConv(device)
@@ -24,13 +22,13 @@ def extractor(spec: str, device: str = "cpu") -> features.FeatureExtractor:
 
 
 def clip(spec: str, device: str = "cpu") -> clipscore.ClipScorer:
-    """A CLIP model of transformers with its processor."""
+    """Load a CLIP model of transformers with its processor."""
     model, processor = _transformers("model", spec, "CLIPModel", "CLIPProcessor", device)
     return clipscore.ClipScorer(model, processor, spec)
 
 
 def detector(spec: str, device: str = "cpu") -> detection.Detector:
-    """An included one by name, "mask2former:MODEL" or "mmdet:CONFIG:CHECKPOINT" (GenEval's own)."""
+    """Load an included detector by name, "mask2former:MODEL" or "mmdet:CONFIG:CHECKPOINT" (GenEval's own)."""
     kind, _, rest = spec.partition(":")
     own = included.table().worlds
     if spec in own:
@@ -46,7 +44,7 @@ def detector(spec: str, device: str = "cpu") -> detection.Detector:
 
 
 def colours(spec: str, device: str = "cpu") -> detection.ColourClassifier:
-    """ "detected" (measured by the detector), or a CLIP model."""
+    """Return the colour classifier "detected" (measured by the detector), or load a CLIP model."""
     if spec == "detected":
         return detection.DetectedColours()
     return detectors.ClipColours(*_transformers("colours", spec, "CLIPModel", "CLIPProcessor", device), spec)

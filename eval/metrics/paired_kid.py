@@ -1,8 +1,8 @@
-"""Distance of images from others of the same prompts: MMD^2 with KID's cubic kernel, over pairs.
+"""Distance between images and others of the same prompts: MMD^2 with KID's cubic kernel, over pairs.
 
-What a prompt alone makes of an image cancels in a pair, so fewer images say more than with a distance of two sets.
-If both sides have one law given the prompt, either image of a pair may be either's: the value's law stays when pairs
-are swapped at random, and `floor` is what 95 % of such swaps stay below.
+The influence of the prompt cancels in a pair, so fewer images suffice than for a distance of two sets. If both sides
+have the same distribution given the prompt, swapping pairs at random does not change the distribution of the value.
+`floor` is the 95 % quantile under such swaps.
 """
 
 from typing import NamedTuple
@@ -14,14 +14,14 @@ SWAPS = 2000
 
 
 class PairedDistance(NamedTuple):
-    """value: unbiased, so it may be negative; floor: its 95 % quantile if there is no difference."""
+    """`value` is unbiased, so it may be negative. `floor` is its 95 % quantile if there is no difference."""
 
     value: float
     floor: float
 
 
 def from_features(first: Tensor, second: Tensor, seed: int = 0) -> PairedDistance:
-    """Of features (n, d), row by row of the same prompt."""
+    """Compute the distance from features (n, d), whose rows belong to the same prompts."""
     n, d = first.shape
     f_Nd, g_Nd = first.double(), second.double()
 

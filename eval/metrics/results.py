@@ -1,6 +1,4 @@
-"""Result rows of a metric that scores one item at a time, appended to a JSONL file, so that an interrupted run can be
-resumed.
-"""
+"""Result rows of a metric that scores one item at a time, appended to a JSONL file so that a run can be resumed."""
 
 import json
 import sys
@@ -16,15 +14,14 @@ Item = TypeVar("Item")
 
 
 def with_progress(items: Iterable[Item], unit: str = "img") -> Iterable[Item]:
-    """The items, on a terminal with a bar that goes when they end."""
+    """Return the items, on a terminal with a progress bar."""
     return tqdm(items, unit=unit, leave=False, disable=not sys.stderr.isatty())
 
 
 class ResultFile:
-    """Rows by key, read from and appended to `path`; only in memory if it is None.
-
-    Every row has a field `evaluator`, a digest of model and settings; rows of another evaluator raise ValueError. An
-    incomplete last line is removed. Raises ValueError for a file with other content.
+    """Rows by key, read from and appended to `path`; only in memory if it is None. Every row has a field `evaluator`, a
+    digest of model and settings. Raises ValueError for rows of another evaluator or other content. An incomplete last
+    line is removed.
     """
 
     def __init__(self, path: str | Path | None, evaluator: str, key: str = "id"):
@@ -48,11 +45,11 @@ class ResultFile:
             except (ValueError, KeyError, TypeError):
                 found = name = None
             if not isinstance(name, str):
-                raise ValueError(f"line {i} of {path} is no result row; name another results file")
+                raise ValueError(f"line {i} of {path} is not a result row. Choose another results file.")
             if found != self.evaluator:
                 raise ValueError(
-                    f"{path} was written by the evaluator {found}, of another task or model than this run's "
-                    f"{self.evaluator}; name another results file"
+                    f"{path} was written by the evaluator {found}, and this run's is {self.evaluator}."
+                    " Choose another results file."
                 )
             self.rows[name] = row
 

@@ -1,4 +1,4 @@
-"""The page of `visspec caption --report`: thumbnails beside captions, coloured by origin, and what failed."""
+"""The page of `visspec caption --report`: thumbnails with captions coloured by origin, and failures."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -9,19 +9,19 @@ from visspec.eval.report.images import MAX_PIXELS, thumbnail
 from visspec.io.images import read_image
 from visspec.io.videos import Clip, open_media
 
-Pieces = Sequence[tuple[str, str]]  # of a text, with the origin of each
-MOST = 200  # records with a thumbnail, and errors, on a page
+Pieces = Sequence[tuple[str, str]]  # pieces of a text with their origins
+MOST = 200  # maximum number of thumbnails, and of errors, on a page
 
 
 class CaptionSamples:
-    """Thumbnails and coloured texts of the first records of a run, which are not in its file."""
+    """Thumbnails and coloured texts of the first records of a run, which its file does not contain."""
 
     def __init__(self) -> None:
         self.images: dict[str, bytes] = {}
         self.pieces: dict[str, Pieces] = {}
 
     def look(self, id: str, image: object) -> None:
-        """Keep the image of a record, if it is one without a path, while there is room."""
+        """Keep the image of a record, if it has no path and there is room."""
         if len(self.images) < MOST and isinstance(image, bytes):
             self.images[id] = image
 
@@ -30,7 +30,7 @@ class CaptionSamples:
             self.pieces[id] = pieces
 
     def thumbnail(self, record: Mapping[str, Any]) -> str | None:
-        """A data URI; None if the image is gone or unreadable."""
+        """Return a data URI, or None if the image is missing or unreadable."""
         try:
             data = self.images.get(record["id"])
             if data is None and not record["image"]:
@@ -44,7 +44,7 @@ class CaptionSamples:
 def write_page(
     path: Path, records: Iterable[Mapping[str, Any]], shown: CaptionSamples, about: Mapping[str, Any]
 ) -> None:
-    """Write the page of all records: counts of all of them, the first ones with pictures, the first errors."""
+    """Write the page: counts of all records, the first ones with pictures, and the first errors."""
     count = tokens = rounds = failed = 0
     rows: list[tuple[Mapping[str, Any], str | None, Pieces | None]] = []  # record, thumbnail, pieces of its text
     errors: list[str] = []

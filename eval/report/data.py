@@ -1,4 +1,4 @@
-"""Result files of the benches, read for the report. A field that is absent or no number is shown as not measured."""
+"""Result files of the benches for the report. A field that is missing or not a number is shown as not measured."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from visspec.eval.report.records import RecordImage
 Interval = tuple[float, float] | None
 
 LARGEST = 1e12
-REQUIRED = {  # bench -> fields without which a file is something else
+REQUIRED = {  # bench -> required fields
     "caption": ("speedup", "tau"),
     "image": ("rows",),
     "text": ("rows",),
@@ -21,7 +21,7 @@ REQUIRED = {  # bench -> fields without which a file is something else
 }
 GUARANTEES = {  # kind -> (mark, words)
     "tokens": ("●", "exact, the tokens of plain decoding"),
-    "law": ("◆", "exact in law"),
+    "law": ("◆", "exact in distribution"),
     "approximate": ("▲", "approximate"),
     "unknown": ("○", "no guarantee stated"),
 }
@@ -29,13 +29,13 @@ GUARANTEES = {  # kind -> (mark, words)
 
 @dataclass
 class Method:
-    """One way of decoding, measured: a caption record, or a row of a record with several."""
+    """A measured method: a caption record, or a row of a record with several."""
 
-    kind: str  # of bench
+    kind: str  # kind of bench
     record: dict[str, Any]
     folder: Path  # base of its image paths
     source: str
-    index: int = 0  # on the page, from 1
+    index: int = 0  # number on the page, from 1
     images: list[RecordImage] = field(default_factory=list)
 
     @property
@@ -64,24 +64,24 @@ class Method:
         return "approximate" if said else "unknown"
 
     def value(self, field: str) -> float | None:
-        """A field of its record that is a number."""
+        """Return a field of its record if it is a number."""
         return number(self.record.get(field))
 
     def interval(self, field: str) -> Interval:
-        """The 95 % interval of a field; of the share of right images, Wilson's."""
+        """Return the 95 % interval of a field; Wilson's for the share of right images."""
         if field == "right" and (share := self.value("right")) is not None and (n := self.value("quality_n")):
             return wilson(share * n, int(n))
         return interval(self.record.get(f"{field}_ci95"))
 
     @property
     def speed(self) -> float | None:
-        """Its speed-up if that is a positive number."""
+        """The speed-up if it is a positive number."""
         found = self.value("speedup")
         return found if found and found > 0 else None
 
 
 def number(value: object) -> float | None:
-    """A number that can be plotted, or None for anything else (null, NaN, absent, beyond `LARGEST`)."""
+    """Return a number that can be plotted, or None for anything else (null, NaN, missing, beyond `LARGEST`)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= LARGEST:
         return None
     return float(value)
@@ -95,9 +95,9 @@ def interval(value: object) -> Interval:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The object of a result file. Raises ValueError or FileNotFoundError for anything but the JSON of a bench."""
+    """Return the object of a result file. Raises ValueError or FileNotFoundError if it is not the JSON of a bench."""
     if not path.is_file():
-        raise FileNotFoundError(f"report: there is no result file {path}")
+        raise FileNotFoundError(f"report: result file {path} does not exist")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -112,7 +112,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def rows_of(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """The rows of a record. Raises ValueError unless they are objects."""
+    """Return the rows of a record. Raises ValueError unless they are objects."""
     rows = record["rows"]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise ValueError(f"report: {where}: rows: got {type(rows).__name__}, expected a list of objects")
@@ -120,7 +120,7 @@ def rows_of(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def methods_of(record: dict[str, Any], path: Path) -> list[Method]:
-    """The methods of a caption or image record read from `path`. Raises ValueError."""
+    """Return the methods of a caption or image record read from `path`. Raises ValueError."""
     shared = {key: value for key, value in record.items() if key not in ("rows", "failures", "texts", "thumbnails")}
     if record["bench"] == "caption" and "rows" not in record:
         return [Method("caption", record, path.parent, path.name)]
@@ -128,7 +128,7 @@ def methods_of(record: dict[str, Any], path: Path) -> list[Method]:
     for row in rows_of(record, path.name):
         images = [RecordImage.of(entry) for entry in row.get("images") or []]
         found.append(Method(record["bench"], shared | row, path.parent, path.name, images=images))
-    if record.get("failures"):  # of the whole bench: shown once
+    if record.get("failures"):  # failures of the whole bench are shown once
         found[0].record["failures"] = record["failures"]
     found[0].record |= {name: record[name] for name in ("texts", "thumbnails") if name in record}
     return found

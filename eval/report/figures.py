@@ -15,7 +15,7 @@ from markupsafe import Markup
 from visspec.eval.report.data import GUARANTEES, Interval
 
 WIDTH, LEFT, RIGHT = 340, 8, 332
-FEW = 20  # observations below which a figure is grey
+FEW = 20  # figures with fewer observations are grey
 INK, FAINT, RULE, GREY = "var(--ink)", "var(--faint)", "var(--rule)", "var(--grey)"
 BLUE, ORANGE, GREEN = "var(--blue)", "var(--orange)", "var(--green)"
 COLOUR = {"tokens": BLUE, "law": GREEN, "approximate": ORANGE, "unknown": GREY}  # by kind of guarantee
@@ -37,7 +37,7 @@ class Point(NamedTuple):
 
     number: int
     label: str
-    kind: str  # of GUARANTEES
+    kind: str  # a key of GUARANTEES
     x: float
     y: float
     across: Interval
@@ -71,23 +71,23 @@ def dot(x: float, y: float, radius: float, colour: str, title: str = "") -> Mark
     return mark.format(x, y, radius, colour, title)
 
 
-def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
-    """Round numbers that span [low, high], linear, about `wanted` of them."""
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Return about `count` round numbers that span [low, high] linearly."""
     span = max(high - low, 1e-9)
-    step = 10 ** math.floor(math.log10(span / wanted))
-    step *= next((m for m in (1, 2, 5) if span / (step * m) <= wanted), 10)
+    step = 10 ** math.floor(math.log10(span / count))
+    step *= next((m for m in (1, 2, 5) if span / (step * m) <= count), 10)
     first = math.ceil(low / step - 1e-9)
     return [round(i * step, 10) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def columns(x: Callable[[float], float], marks: Sequence[float], top: float, bottom: float) -> list[Markup]:
-    """Lines down at the marks of a scale, with their numbers below."""
+    """Draw vertical lines at the marks of a scale, with their numbers below."""
     parts = [line(x(t), top, x(t), bottom) for t in marks]
     return parts + [text(x(t), bottom + 13, f"{t:g}", "middle", FAINT, 9) for t in marks]
 
 
 def rows(y: Callable[[float], float], marks: Sequence[float], left: float, right: float) -> list[Markup]:
-    """Lines across at the marks of a scale, with their numbers on the left."""
+    """Draw horizontal lines at the marks of a scale, with their numbers on the left."""
     parts = [line(left, y(t), right, y(t)) for t in marks]
     return parts + [text(left - 4, y(t) + 3, f"{t:g}", "end", FAINT, 9) for t in marks]
 
@@ -106,7 +106,7 @@ class Scale:
 
 
 def bounds(values: Sequence[float], margin: float = 0.06) -> tuple[float, float]:
-    """The range of values with a margin, never empty; if all have one sign, it doesn't include the other."""
+    """Return the range of values with a margin, never empty. If all have the same sign, it excludes the other."""
     low, high = min(values), max(values)
     short_of = max(0.2 * abs(high), 0.01) - (high - low)
     room = margin * (high - low) + max(short_of, 0.0) / 2
@@ -114,7 +114,9 @@ def bounds(values: Sequence[float], margin: float = 0.06) -> tuple[float, float]
 
 
 def bars(entries: Sequence[Bar], words: str, log: bool = False) -> Markup:
-    """Ratios, the largest first, with their intervals; a line marks 1. log: bars from 1 on a logarithmic axis."""
+    """Draw ratios with their intervals, largest first, and a line at 1. `log`: bars start at 1 on a logarithmic
+    axis.
+    """
     entries = sorted(entries, key=lambda bar: -bar.value)
     ends = [1.0] + [v for bar in entries for v in (bar.value, *(bar.interval or ()))]
     left, pitch = 130, 20
@@ -138,7 +140,7 @@ def bars(entries: Sequence[Bar], words: str, log: bool = False) -> Markup:
 
 
 def scatter(points: Sequence[Point], words: str, lower_is_better: bool) -> Markup:
-    """A quality measure over speed; points carry the numbers of their methods, and the shapes of their guarantees."""
+    """Draw a quality measure against speed. Points have the numbers of methods and the shapes of guarantees."""
     top, bottom, left = 26, 236, 40
     xs = bounds([1.0] + [v for p in points for v in (p.x, *(p.across or ()))])
     ys = bounds([v for p in points for v in (p.y, *(p.upwards or ()))])
@@ -161,7 +163,7 @@ def scatter(points: Sequence[Point], words: str, lower_is_better: bool) -> Marku
 
 
 def waterfall(steps: Sequence[tuple[str, float]]) -> Markup:
-    """From the first value to the last, step by step: the loss (orange) or gain (green) of each term."""
+    """Draw the steps from the first value to the last: the loss (orange) or gain (green) of each term."""
     x = Scale(0, max(v for _, v in steps) * 1.02, LEFT, RIGHT - 38)
     parts, before = [], 0.0
     for i, (name, value) in enumerate(steps):
@@ -177,7 +179,7 @@ def waterfall(steps: Sequence[tuple[str, float]]) -> Markup:
 
 
 def depth_bars(rates: Sequence[float], reached: Sequence[int] | None) -> Markup:
-    """Acceptance by depth of the draft: bars are accepted / reached, the mark is reached and accepted / drafts."""
+    """Draw acceptance by depth: bars are accepted / reached, marks are reached and accepted / drafts."""
     pitch, top, bottom = min((RIGHT - LEFT - 24) / max(len(rates), 1), 60), 32, 132
     parts, through = rows(Scale(0, 1, bottom, top), (0, 0.5, 1), LEFT + 24, RIGHT), 1.0
     for i, rate in enumerate(rates):
@@ -195,7 +197,7 @@ def depth_bars(rates: Sequence[float], reached: Sequence[int] | None) -> Markup:
 
 
 def heat(grid: Sequence[Sequence[float | None]], count: Sequence[Sequence[int]]) -> Markup:
-    """Mean acceptance over the token grid, of `count` images in each cell. Cells with few images are grey."""
+    """Draw the mean acceptance over the token grid, of `count` images in each cell. Cells with few images are grey."""
     known = np.array([[0.0 if v is None else v for v in row] for row in grid])
     counts = np.array([[0 if v is None else n for v, n in zip(*rows)] for rows in zip(grid, count)])
     sums, counts = (blocks(cells, LARGEST_GRID).sum(axis=(1, 3)) for cells in (known * counts, counts))
@@ -214,7 +216,7 @@ def heat(grid: Sequence[Sequence[float | None]], count: Sequence[Sequence[int]])
 
 
 def curve(points: Sequence[tuple[float, float]], label: str, height: float = 120) -> Markup:
-    """A line through (step, value) points, with round numbers at its left and its last value."""
+    """Draw a line through (step, value) points, with round numbers on the left and the last value."""
     steps, values = [x for x, _ in points], [y for _, y in points]
     marks, first, last = ticks(min(values), max(values), 4), min(steps), max(steps)
     low, high, left, right = min([*marks, *values]), max([*marks, *values]), LEFT + 34, RIGHT - 40
@@ -229,14 +231,14 @@ def curve(points: Sequence[tuple[float, float]], label: str, height: float = 120
 
 
 def blocks(cells: np.ndarray, most: int) -> np.ndarray:
-    """(rows, height, columns, width): square blocks of a grid, padded with 0, so that no side has more than `most`."""
+    """Return (rows, height, columns, width): square blocks of a zero-padded grid, at most `most` per side."""
     block = -(-max(cells.shape) // most)
     padded = np.pad(cells, [(0, -n % block) for n in cells.shape])
     return padded.reshape(padded.shape[0] // block, block, padded.shape[1] // block, block)
 
 
 def rgb(share: float, grey: bool = False) -> tuple[int, int, int]:
-    """A share in [0, 1] on the cividis map; `grey` keeps its lightness only."""
+    """Return the colour of a share in [0, 1] on the cividis map; `grey` only keeps its lightness."""
     places = np.linspace(0, 1, len(CIVIDIS))
     red, green, blue = (float(np.interp(share, places, channel)) for channel in zip(*CIVIDIS))
     if grey:

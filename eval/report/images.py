@@ -14,14 +14,16 @@ from visspec.eval.report.records import RecordImage
 from visspec.io.images import open_image, read_image
 
 SIDE = 128  # longest side of a thumbnail, pixels
-SMALL = 96  # of one in a result file
+SMALL = 96  # longest side in a result file
 NOT_DRAFTED = "#e6e6e6"
 LOSSLESS = 4096  # maximum size of a PNG thumbnail, bytes
 MAX_PIXELS = 16_000_000
 
 
 def inside(folder: Path, name: str, where: str) -> Path:
-    """The path of file `name` beside a result file. Raises ValueError if it is outside the folder or links outside."""
+    """Return the path of file `name` next to a result file. Raises ValueError if it is outside the folder or links
+    outside.
+    """
     path = (folder / name).resolve()
     if Path(name).is_absolute() or not path.is_relative_to(folder.resolve()):
         raise ValueError(f"{where}: got the image path {name!r}, expected one inside the folder of the JSON")
@@ -29,7 +31,7 @@ def inside(folder: Path, name: str, where: str) -> Path:
 
 
 def picture(entry: RecordImage, folder: Path, where: str) -> Image.Image:
-    """The RGB image of an entry, from its `path` or from its base64 `png`. Raises ValueError or FileNotFoundError."""
+    """Return the RGB image of an entry, from `path` or base64 `png`. Raises ValueError or FileNotFoundError."""
     if entry.path:
         return open_image(inside(folder, entry.path, where), MAX_PIXELS)
     try:
@@ -43,7 +45,7 @@ def picture(entry: RecordImage, folder: Path, where: str) -> Image.Image:
 
 
 def data_uri(image: Image.Image, lossless: bool = False) -> str:
-    """A PNG if that is small, else a JPEG."""
+    """Return a PNG if that is small, else a JPEG."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
     kind = "png"
@@ -60,7 +62,7 @@ def thumbnail(image: Image.Image) -> str:
 
 
 def small_png(image: Image.Image) -> str:
-    """A thumbnail for a result file: a PNG in base64."""
+    """Return a thumbnail for a result file, a PNG in base64."""
     small = image.convert("RGB")
     small.thumbnail((SMALL, SMALL), Image.Resampling.LANCZOS)
     buffer = io.BytesIO()
@@ -69,9 +71,8 @@ def small_png(image: Image.Image) -> str:
 
 
 def difference(image: Image.Image, baseline: Image.Image) -> tuple[str, float] | None:
-    """(map as a data URI, share of pixels that differ); None if the sizes differ.
-
-    The map is the largest channel difference, black where equal; any difference is at least dark grey.
+    """Return a map as a data URI and the share of pixels that differ; None if the sizes differ. The map is the largest
+    channel difference, black if equal. Any difference is at least dark grey.
     """
     if image.size != baseline.size:
         return None
@@ -82,7 +83,7 @@ def difference(image: Image.Image, baseline: Image.Image) -> tuple[str, float] |
 
 
 def acceptance_map(grid: Sequence[Sequence[float | None]]) -> str:
-    """One pixel per token; light grey where nothing was drafted."""
+    """Draw one pixel per token, light grey where nothing was drafted."""
     top = max([1.0] + [v for row in grid for v in row if v is not None])
     empty = ImageColor.getrgb(NOT_DRAFTED)
     pixels = [[empty if v is None else rgb(v / top) for v in row] for row in grid]

@@ -1,8 +1,8 @@
 """`visspec report`: one self-contained HTML page from result files. No network, no script, everything escaped.
 
-First what is looked at: speed-up by method, speed against quality, pictures of the same prompt by every method, and
-captions beside their picture. Then a table of all methods. The rest is folded: the gap to the ideal, acceptance by
-depth and over the token grid, baselines. Sizes and kernels have bars and a table each.
+The most important parts come first: speed-up by method, speed against quality, pictures of the same prompt by every
+method, and captions with their picture, then a table of all methods. The rest is folded: the gap to the ideal,
+acceptance by depth and over the token grid, baselines. Sizes and kernels have bars and a table each.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from visspec.eval.report.rendering import write_page
 from visspec.loop.stats import COLOURS
 
 MOST_PICTURES = 600  # images on the page; figures use all images
-OPEN_CASES, OPEN_TEXTS = 2, 3  # prompts that are not folded, captions of a method that are not
+OPEN_CASES, OPEN_TEXTS = 2, 3  # number of unfolded prompts, and of unfolded captions of a method
 QUALITY = {  # field -> (name, whether lower is better)
     "fd_ratio": ("FD over plain", True),
     "fd": ("Fréchet distance", True),
@@ -38,15 +38,14 @@ TERMS = (
     ("after_host", "accept, commit = ideal"),
 )
 SIZES = ("size", "batch_size", "arm", "tau", "speedup", "ideal_speedup", "length_share", "bytes_bound", "identical")
-HALF = ("bfloat16", "float16")  # in which passes of other shapes round otherwise
+HALF = ("bfloat16", "float16")  # in which passes of different shapes round differently
 KERNELS = ("kernel", "shape", "dtype", "device", "time_us", "ratio_to_eager")
 
 
 def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
-    """Write the page for some result files of `visspec bench`. Returns its path.
-
-    Raises FileNotFoundError or ValueError for a missing or malformed file, and for image paths outside the folder
-    of their JSON. An unreadable image is listed as a failure.
+    """Write the page for some result files of `visspec bench`. Returns its path. Raises FileNotFoundError or ValueError
+    for a missing or malformed file, and for image paths outside the folder of their JSON. An unreadable image is listed
+    as a failure.
     """
     out = Path(out)
     methods: list[Method] = []
@@ -98,7 +97,7 @@ class MethodGroup:
 
 
 def summary(method: Method) -> dict[str, Any]:
-    """What the table says of a method beside its numbers."""
+    """Return what the table shows of a method besides its numbers."""
     record, identical, compared = method.record, method.value("identical"), method.value("compared")
     quality = [
         (QUALITY[field][0], value, method.interval(field))
@@ -121,7 +120,7 @@ def summary(method: Method) -> dict[str, Any]:
 
 
 def against(methods: Sequence[Method], field: str) -> Markup | None:
-    """Speed against a quality measure; None where no two methods differ in it."""
+    """Draw speed against a quality measure; None if no two methods differ in it."""
     name, lower = QUALITY.get(field, ("drift per token", True))
     points = [
         Point(m.index, m.label, m.guarantee, m.speed or 0.0, value, m.interval("speedup"), m.interval(field), m.n)
@@ -141,7 +140,7 @@ def baselines(method: Method) -> list[dict[str, Any]]:
 
 
 def waterfall(method: Method) -> Markup | None:
-    """From tau to the measured speed-up: the terms of the ideal, then the unexplained rest."""
+    """Draw the steps from tau to the measured speed-up: the terms of the ideal, then the unexplained rest."""
     gap = method.record.get("gap") or {}
     steps = [(words, number(gap.get(term))) for term, words in TERMS]
     steps.append(("not explained = decode only, measured", method.value("speedup_decode_only")))
@@ -151,7 +150,7 @@ def waterfall(method: Method) -> Markup | None:
 
 
 def section(record: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """A bench of sizes or kernels: its rows as a table, and bars of their ratios."""
+    """Return a bench of sizes or kernels: its rows as a table, and bars of their ratios."""
     bench, rows = record["bench"], rows_of(record, source)
     heads, entries = (KERNELS if bench == "kernels" else SIZES), []
     for row in rows:
@@ -175,13 +174,12 @@ def cell_text(value: object) -> str:
 
 
 def cases(methods: Sequence[Method], failures: list[str]) -> tuple[list[dict[str, Any]], int]:
-    """The same prompt and seed in every method, side by side; the first method is the baseline of the differences.
-
-    Returns the cases shown and how many were left out. Unreadable pictures are appended to `failures`.
+    """Return the same prompt and seed in every method, side by side, and the number of cases left out. The first method
+    is the baseline of the differences. Unreadable pictures are appended to `failures`.
     """
     keyed = [(m, {(str(i.prompt), str(i.seed)): i for i in m.images}) for m in methods if m.images]
     for m, images in keyed:
-        for entry in images.values():  # all are checked, also those not shown
+        for entry in images.values():  # checks all images, even those that are not shown
             if entry.path:
                 pictures.inside(m.folder, entry.path, f"report: {m.source}")
     keys = list(dict.fromkeys(key for _, images in keyed for key in images))
@@ -206,7 +204,7 @@ def _open(image: RecordImage, method: Method, which: str, failures: list[str]) -
 
 
 def cell(method: Method, image: RecordImage, opened: Image.Image | None, base: Image.Image | None) -> dict[str, Any]:
-    """One picture of a case: thumbnail, verdict, difference to the baseline, acceptance map."""
+    """Return one picture of a case: thumbnail, verdict, difference to the baseline, acceptance map."""
     verdict = image.verdict or {}
     apart = pictures.difference(opened, base) if opened is not None and base is not None else None
     found = {"method": method, "right": verdict.get("correct"), "reason": str(verdict.get("reason") or "")}
@@ -215,7 +213,7 @@ def cell(method: Method, image: RecordImage, opened: Image.Image | None, base: I
 
 
 def texts(method: Method, failures: list[str]) -> list[tuple[str | None, list[tuple[str, str]]]]:
-    """(picture as a data URI, pieces of text with their origin); an unknown origin counts as plain."""
+    """Return (picture as a data URI, pieces of text with their origin). An unknown origin counts as plain."""
     rows, found = method.record["texts"], []
     for k, (row, png) in enumerate(zip(rows, method.record.get("thumbnails") or [None] * len(rows))):
         opened = _open(RecordImage(png=png), method, f"picture {k + 1}", failures) if png else None

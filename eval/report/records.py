@@ -9,10 +9,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RecordImage:
-    """One image, as a path inside the folder of the record or as a small PNG in base64.
-
-    verdict: {"correct", "reason"}. acceptance: (rows, columns) by token, 1 if the drafted token was accepted, 0 if it
-    was replaced, None if nothing was drafted.
+    """One image, as a path inside the folder of the record or as a small PNG in base64. `verdict` is {"correct",
+    "reason"}. `acceptance` is (rows, columns) by token: 1 if the drafted token was accepted, 0 if it was replaced, None
+    if nothing was drafted.
     """
 
     prompt: object = ""
@@ -24,9 +23,9 @@ class RecordImage:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> RecordImage:
-        """From a JSON object, of which other fields are ignored."""
+        """Create an entry from a JSON object, ignoring other fields."""
         return cls(**{f.name: entry[f.name] for f in fields(cls) if entry.get(f.name) is not None})
 
     def entry(self) -> dict[str, Any]:
-        """The JSON object, without empty fields."""
+        """Return the JSON object, without empty fields."""
         return {name: value for name, value in asdict(self).items() if value is not None}

@@ -1,4 +1,4 @@
-"""Pages from the templates: HTML in which every value is escaped, written whole."""
+"""Pages rendered from templates, in which every value is escaped."""
 
 import json
 from functools import cache
@@ -14,7 +14,7 @@ from visspec.loop.stats import COLOURS, MEANING
 
 @cache
 def environment() -> Environment:
-    """Templates with the origins of tokens: (name, colour, meaning) of each."""
+    """Return the templates with the origins of tokens: (name, colour, meaning) of each."""
     loader = FileSystemLoader(Path(__file__).parent / "templates")
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     found.globals["origins"] = [(name, COLOURS[name], MEANING[name]) for name in COLOURS]
@@ -24,7 +24,7 @@ def environment() -> Environment:
 
 
 def number_text(value: object, digits: int = 2) -> str:
-    """A formatted number; a dash for null, NaN and absent ones."""
+    """Format a number; a dash for null, NaN and missing ones."""
     found = number(value)
     return "–" if found is None else f"{found:.{digits}f}"
 

@@ -1,4 +1,4 @@
-"""The page of a training run: its curves."""
+"""The page with the curves of a training run."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from visspec.eval.report import figures, rendering
 
-CURVES = (  # field, its words, and the list of `progress` that has it
+CURVES = (  # field, its title, and the list of `progress` that contains it
     ("loss", "Loss", "curve"),
     ("agreed", "First drafted token agrees with the target's most probable one", "curve"),
     ("tau_greedy", "tau on held-out prompts, greedy, bonus included", "validations"),

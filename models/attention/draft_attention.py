@@ -106,16 +106,16 @@ def groups(decoder: nn.Module, probed: bool) -> int:
     """
     if not probed and not getattr(decoder, "_supports_attention_backend", False):
         return 1
-    found = (getattr(module, "num_key_value_groups", 1) for module in decoder.modules())
-    return max((share for share in found if isinstance(share, int)), default=1)
+    shares = (getattr(module, "num_key_value_groups", 1) for module in decoder.modules())
+    return max((share for share in shares if isinstance(share, int)), default=1)
 
 
 def configurations(decoder: nn.Module) -> list[Any]:
     """Return the configurations that select the attention of a decoder's layers."""
-    found = {id(config): config for module in decoder.modules() if (config := getattr(module, "config", None))}
+    unique = {id(config): config for module in decoder.modules() if (config := getattr(module, "config", None))}
     return [
         config
-        for config in found.values()
+        for config in unique.values()
         if FIELD in getattr(config, "__dict__", ()) and implementation(config) == STOCK
     ]
 

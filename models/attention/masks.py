@@ -139,9 +139,9 @@ class IncrementalMask:
         lowest = torch.finfo(own.dtype).min
         start_RX = to_device([[old, self.nodes + old - new] for new, old in zip(lengths, self.lengths)], device)
         ahead = torch.arange(self.nodes + size, device=device)
-        around = torch.nn.functional.pad(own[:, 0], (self.nodes, 0))
-        around = torch.nn.functional.pad(around, (0, self.nodes), value=lowest).expand(rows, -1, -1)
-        values_RNW = around.gather(2, (start_RX[:, 1:] + ahead)[:, None].expand(-1, size, -1))
+        padded = torch.nn.functional.pad(own[:, 0], (self.nodes, 0))
+        padded = torch.nn.functional.pad(padded, (0, self.nodes), value=lowest).expand(rows, -1, -1)
+        values_RNW = padded.gather(2, (start_RX[:, 1:] + ahead)[:, None].expand(-1, size, -1))
         values_RMW = values_RNW.repeat(1, -(-most // size), 1)[:, :most]
         self.bias[:, 0].scatter_(2, (start_RX[:, :1] + ahead)[:, None].expand(-1, most, -1), values_RMW)
         self.lengths, self.nodes = lengths, size

@@ -45,16 +45,16 @@ class SteppedRope(ModuleHooks):
     def _leaving(self, module, args, kwargs, output=None):
         if not self.calling:
             return None
-        given = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
-        if given.get("position_ids") is None:
+        arguments = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
+        if arguments.get("position_ids") is None:
             return None
         if self.reach_BN is None:
-            parts = self._prefill(given)
+            parts = self._prefill(arguments)
         else:
             parts = _parts(output)
             for reach in self.reaches:
-                here = (self.reach_BN == reach)[..., None]
-                parts = [torch.where(here, new, old) for new, old in zip(_reaching(given, reach), parts)]
+                at_reach = (self.reach_BN == reach)[..., None]
+                parts = [torch.where(at_reach, new, old) for new, old in zip(_reaching(arguments, reach), parts)]
         return tuple(parts) if isinstance(output, tuple) else parts[0]
 
     def _prefill(self, given: dict) -> list[Tensor]:
@@ -73,8 +73,8 @@ def _reaching(given: dict, reach: int) -> list[Tensor]:
     buffers = module._buffers.items()  # optional buffers may be None
     fresh._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in buffers}
     last = torch.full_like(positions[..., :1], reach - 1)
-    for asked in (0 * last, torch.cat([positions.clamp(max=reach - 1), last], dim=-1)):  # the short call resets it
-        output = type(module).forward(**given | {"self": fresh, "position_ids": asked})
+    for places in (0 * last, torch.cat([positions.clamp(max=reach - 1), last], dim=-1)):  # the short call resets it
+        output = type(module).forward(**given | {"self": fresh, "position_ids": places})
     return [part[..., :-1, :] for part in _parts(output)]
 
 

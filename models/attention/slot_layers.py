@@ -1,4 +1,4 @@
-"""Our slot-addressed cache behind the face of a transformers `Cache`, so that stock models write into it unmodified."""
+"""Our slot-addressed cache with the interface of a transformers `Cache`, which stock models write into unmodified."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from transformers.generation import GenerateDecoderOnlyOutput
 from visspec.cache import SlotCache
 from visspec.models.attention.recurrent import RecurrentStateCheckpoints
 
-CACHE_NAMES = "cache", "past_key_values"  # of arguments and outputs: from transformers 5.24 on, and before
+CACHE_NAMES = "cache", "past_key_values"  # names of arguments and outputs: from transformers 5.24 on, and before
 CACHE = next(name for name in CACHE_NAMES if name in {field.name for field in fields(GenerateDecoderOnlyOutput)})
 
 
 def cache_argument(function: Callable) -> str | None:
-    """The argument of a model's function that takes a cache, by this transformers' name or by another version's, for
-    which a model from elsewhere may be written. None: it has none, or a dictionary of its own (XLM).
+    """Return the name of a function's cache argument, by this transformers' name or by another version's, for which a
+    custom model may be written. None if it has none, or takes a dictionary (XLM).
     """
     arguments = inspect.signature(function).parameters
     for name in (CACHE, *CACHE_NAMES):
@@ -32,9 +32,9 @@ def cache_argument(function: Callable) -> str | None:
 
 
 class SlotLayer(CacheLayerMixin):
-    """One layer's window on a `SlotCache`."""
+    """One layer's view of a `SlotCache`."""
 
-    is_sliding = False  # sliding windows are a matter of the mask: all slots are kept
+    is_sliding = False  # sliding windows are applied by the mask: all slots are kept
 
     def __init__(self, slots: SlotCache, index: int):
         super().__init__()
@@ -57,7 +57,7 @@ class SlotLayer(CacheLayerMixin):
 
 
 class StateSlotLayer(LinearAttentionLayer, SlotLayer):  # type: ignore[override]
-    """A layer with keys and values, and a state."""
+    """A layer with keys and values, and a recurrent state."""
 
     def __init__(self, slots: SlotCache, index: int, number_of_states: int):
         SlotLayer.__init__(self, slots, index)
@@ -69,15 +69,15 @@ class StateSlotLayer(LinearAttentionLayer, SlotLayer):  # type: ignore[override]
 
 
 class SlotLayers(Cache):
-    """What a model is given as its cache; `slots` is what the loop works with.
+    """The cache passed to a model; the loop works with its `slots`.
 
-    `written` maps a layer of the model to its place in `slots`: layers that share another's keys write none of their
-    own. `prompt` is the number of slots that the prompt took; `lag` and `moves` belong to `rotary`, `past` to
-    models with layers that keep a state (`recurrent`).
+    `written` maps a layer of the model to its place in `slots`; layers that share another layer's keys write none.
+    `prompt` is the number of slots that the prompt took; `lag` and `moves` are used by `rotary`, and `past` by models
+    with recurrent states (`recurrent`).
     """
 
     prompt = 0
-    lag: torch.Tensor | None = None  # (B,) by how many positions the longest prompt was ahead of a row's own
+    lag: torch.Tensor | None = None  # (B,) by how many positions the longest prompt was ahead of the row's
     moves = False  # whether rotary frequencies change in this request
 
     def __init__(self, rows: int, answer: int = 0, lean: bool = False, states: dict[int, Any] | None = None):
@@ -87,12 +87,12 @@ class SlotLayers(Cache):
             if isinstance(layer, CacheLayerMixin):
                 states[i] = StateSlotLayer(self.slots, i, states[i].number_of_states)
         self.past = RecurrentStateCheckpoints(states, rows) if states else None
-        self.left: dict[int, list[torch.Tensor]] = {}  # by original row: keys and values (H, S, E) of a row that left
+        self.left: dict[int, list[torch.Tensor]] = {}  # original row -> keys and values (H, S, E) of a row that left
         self.written: dict[int, int] = {}
         super().__init__(layers=[states.get(i) or SlotLayer(self.slots, i) for i in range(max(states, default=-1) + 2)])
 
     def over(self, stores: list[torch.Tensor], rows: int, length: int) -> SlotLayers:
-        """A cache of the same layers whose rows of `length` slots are in other stores, keys first and then values."""
+        """Return a cache of the same layers over other stores (keys, then values), with rows of `length` slots."""
         new, half = SlotLayers(rows), len(stores) // 2
         new.slots.keys, new.slots.values = [s[:rows] for s in stores[:half]], [s[:rows] for s in stores[half:]]
         new.slots.lengths = [length] * rows
@@ -100,7 +100,7 @@ class SlotLayers(Cache):
         return new
 
     def adopt(self, other: SlotLayers) -> None:
-        """Have the layers of another cache of the same model, whose keys and values were put into `slots`."""
+        """Take over the layers of another cache of the same model, whose keys and values were put into `slots`."""
         self.written = dict(other.written)
         self.layers = [SlotLayer(self.slots, i) for i in range(len(other.layers))]
 
@@ -111,11 +111,11 @@ class SlotLayers(Cache):
         return self.slots.write(place, key_states, value_states)
 
     def _first(self, layer_idx: int, width: int) -> int:
-        """Gives a layer its place, as it is first written. Raises ValueError where it writes another number of slots
-        than the layers before it.
+        """Give a layer its place when it is first written. Raises ValueError if it writes another number of slots than
+        the layers before it.
         """
         if not self.written and self.slots.length == 0:
-            self.slots.open(width, "cpu")  # a prompt may take more slots than it has ids: images in front of it
+            self.slots.open(width, "cpu")  # a prompt may take more slots than it has ids, for images in front of it
         if width != self.slots.nodes:
             raise ValueError(f"model: got {width} keys from its layer {layer_idx}, expected {self.slots.nodes}")
         while len(self.layers) <= layer_idx:
@@ -124,7 +124,7 @@ class SlotLayers(Cache):
         return self.written[layer_idx]
 
     def check_written(self, model: PreTrainedModel, expected: Collection[int]) -> None:
-        """Raises ValueError unless all of these layers of the model have been written."""
+        """Raise ValueError unless all of these layers of the model have been written."""
         if self.past is not None:
             self.past.check_written(model)
         if missing := [index for index in expected if index not in self.written]:
@@ -134,7 +134,7 @@ class SlotLayers(Cache):
             )
 
     def select(self, keep: list[int], stash: bool = False) -> None:
-        """Drop all rows but these; `aside`: set what they hold aside, for `dynamic`."""
+        """Drop all rows but these. stash: keep a copy of the contents of dropped rows for `dynamic`."""
         if stash:
             for b, row in enumerate(self.rows):
                 if b not in keep:
@@ -154,7 +154,7 @@ class SlotLayers(Cache):
         skip = [0] * len(other.slots.lengths)
         if other.slots.padding is not None:
             real = other.slots.padding.tolist()
-            if all(row == sorted(row) for row in real):  # in front of the prompts: their slots are one piece
+            if all(row == sorted(row) for row in real):  # left padding: each row's slots are contiguous
                 skip = [row.count(False) for row in real]
             else:
                 other.slots.pack(real)
@@ -165,21 +165,21 @@ class SlotLayers(Cache):
             self.lag, self.moves = torch.cat([self.lag, other.lag[take]]), self.moves or other.moves
 
     def dynamic(self, lengths: list[int]) -> DynamicCache | None:
-        """The first lengths[b] slots of every original row, zeros behind, as transformers' own growing cache.
+        """Copy the first lengths[b] slots of every original row, followed by zeros, to transformers' own dynamic cache.
 
-        Nothing is copied where all rows are here and of one length. None for models with states: theirs may be those
-        of an earlier token.
+        Nothing is copied if all rows are present and have one length. Returns None for models with recurrent states,
+        which may be those of an earlier token.
         """
         if self.past is not None:
             return None
         longest, stores = max(lengths), [*self.slots.keys, *self.slots.values]
         if self.left or min(lengths) < longest:
-            made = [store.new_zeros(len(lengths), store.shape[1], longest, store.shape[3]) for store in stores]
-            here = {row: [store[b] for store in stores] for b, row in enumerate(self.rows)}
+            copies = [store.new_zeros(len(lengths), store.shape[1], longest, store.shape[3]) for store in stores]
+            live = {row: [store[b] for store in stores] for b, row in enumerate(self.rows)}
             for row, length in enumerate(lengths):
-                for new, old in zip(made, self.left.get(row) or here[row]):
+                for new, old in zip(copies, self.left.get(row) or live[row]):
                     new[row, :, :length] = old[:, :length]
-            stores = made
+            stores = copies
         cache = DynamicCache()
         for keys, values in zip(stores[: len(stores) // 2], stores[len(stores) // 2 :]):
             layer = DynamicLayer()
@@ -190,13 +190,13 @@ class SlotLayers(Cache):
 
 
 def cached_layers(config: PretrainedConfig) -> dict[int, int]:
-    """Layers in which transformers' own cache keeps keys and values for a configuration, each with its window or 0."""
+    """Return the layers that have keys and values in transformers' own cache for a configuration, with window or 0."""
     layers = enumerate(DynamicCache(config=config).layers)
     return {i: getattr(layer, "sliding_window", 0) for i, layer in layers if isinstance(layer, CacheLayerMixin)}
 
 
 def state_modules(decoder: nn.Module, layers: Collection[int]) -> dict[int, nn.Module]:
-    """The modules of a decoder that read and write the states of these layers, by what their methods call."""
+    """Return the modules of a decoder that read and write the states of these layers, judged by what they call."""
     candidates: Iterator[tuple[Any, nn.Module]] = ((getattr(m, "layer_idx", None), m) for m in decoder.modules())
     return {index: module for index, module in candidates if index in layers and _writes_states(type(module))}
 

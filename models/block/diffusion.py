@@ -103,7 +103,7 @@ class DiffusionModel(StructuredDrafter):
         """Return each row's ids without padding and image placeholders."""
         real = [[1] * prompt_BL.shape[1]] * len(prompt_BL) if attention_BL is None else attention_BL.tolist()
         return [
-            [i for i, there in zip(ids, row) if there and i not in self.content]
+            [i for i, is_real in zip(ids, row) if is_real and i not in self.content]
             for ids, row in zip(prompt_BL.tolist(), real)
         ]
 

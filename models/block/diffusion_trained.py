@@ -164,7 +164,7 @@ class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionMode
         start, total, device = lesson.prompt_length, lesson.best.shape[1], lesson.ids.device
         prompts = self.words(lesson.host_ids[:, :start], lesson.host_attention)
         answers = [row[:n] for row, n in zip(lesson.host_ids[:, start:].tolist(), lesson.lengths)]
-        found = []
+        predictions = []
         for _ in range(steps):
             masks = int(torch.randint(1, self.block + 1, ()))
             anchors = [int(torch.randint(max(n - 1, 1), ())) for n in lesson.lengths]
@@ -174,5 +174,5 @@ class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionMode
             at_BK = to_device([[anchor] for anchor in anchors], device) + place_K
             last_B1 = to_device([[n - 1] for n in lesson.lengths], device)
             weight_BK = (DECAY ** place_K.float()) * (at_BK < last_B1)
-            found.append(Prediction(states_BKd, weight_BK, at_BK.clamp(max=total - 1)))
-        return found
+            predictions.append(Prediction(states_BKd, weight_BK, at_BK.clamp(max=total - 1)))
+        return predictions

@@ -87,7 +87,7 @@ class BlockModel(StructuredDrafter):
             raise ValueError(f"drafter: hidden size of {config.hidden_size}, expected the target's {text.hidden_size}")
         for layer in config.target_layer_ids:
             if not 0 <= layer < depth(model):
-                raise ValueError(f"drafter: target_layer_ids name layer {layer}, expected one of 0..{depth(model) - 1}")
+                raise ValueError(f"drafter: target_layer_ids contains layer {layer}, expected 0..{depth(model) - 1}")
         if not 0 <= config.mask_token_id < text.vocab_size:
             raise ValueError(f"drafter: mask_token_id {config.mask_token_id}, expected an id below {text.vocab_size}")
         self.assistant, self.vocab, self.width, self.nodes = assistant, theirs.vocab, width, nodes
@@ -125,7 +125,7 @@ class BlockModel(StructuredDrafter):
         if confidence:
             if self.traits.trees or getattr(self.form.sequential, "confidence", None) is None:
                 what = "trees" if self.traits.trees else "a drafter without a head that predicts acceptance rates"
-                raise ValueError(f"confidence: got {confidence} for {what}, expected chains of one that has it")
+                raise ValueError(f"confidence: got {confidence} for {what}, expected chains of a drafter that has one")
             if not 0 <= confidence < 1:
                 raise ValueError(f"confidence: got {confidence}, expected a probability below 1")
             self.confidence = confidence
@@ -228,16 +228,16 @@ class BlockModel(StructuredDrafter):
         ids_BK = torch.full((rows, block), self.mask, dtype=pending.dtype, device=pending.device)
         ids_BK[:, :1] = pending[:, None]
         ahead_BK = position_B[:, None] + torch.arange(block, device=pending.device)
-        given: dict[str, Any] = {
+        inputs: dict[str, Any] = {
             "noise_embeds": self._embedded(ids_BK).to(like),
             "context_hidden_states": context_BCF.to(like),
             "attention_mask": self._masks(slots.lengths, counts, width, extent, like) if block else UNMASKED,
             "position_ids": torch.cat([position_BC, ahead_BK], dim=1),
         }
         if (folded := self._fused_pass()) is not None:
-            hidden_BKd = folded(**given, cache=memory.cache)
+            hidden_BKd = folded(**inputs, cache=memory.cache)
         else:
-            hidden_BKd = self.assistant(**given, **{self.cache_name: memory.cache}).last_hidden_state
+            hidden_BKd = self.assistant(**inputs, **{self.cache_name: memory.cache}).last_hidden_state
         slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
         return hidden_BKd
 
@@ -278,12 +278,12 @@ class BlockModel(StructuredDrafter):
 
     def _near(self, query_BK: Tensor, index_BS: Tensor) -> Tensor:
         """Return which slots a place sees through a window, (B, K, S)."""
-        behind_BKS = query_BK[..., None] - index_BS[:, None]
-        near_BKS = behind_BKS <= self.reach
+        distance_BKS = query_BK[..., None] - index_BS[:, None]
+        near_BKS = distance_BKS <= self.reach
         if self.form.from_anchor:  # the whole block is within the window
-            near_BKS = (query_BK[:, :1] - index_BS <= self.reach)[:, None].expand_as(behind_BKS)
+            near_BKS = (query_BK[:, :1] - index_BS <= self.reach)[:, None].expand_as(distance_BKS)
         ahead = 0 if self.form.causal else self.block if self.form.from_anchor else self.reach
-        return near_BKS & (behind_BKS >= -ahead)
+        return near_BKS & (distance_BKS >= -ahead)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep the target's features of the accepted nodes for the next pass."""

@@ -66,13 +66,13 @@ def check_form(drafter: BlockModel, form: str) -> None:
     walks: dict[str, Any] = {"dflash2": CandidateSelector, "dspark": Spark, "domino": Domino}
     walks["speculators"] = (CandidateSelector, Spark, type(None))
     if not isinstance(block.sequential, walks.get(form, type(None))):
-        found = "no sequential head" if block.sequential is None else f"a {type(block.sequential).__name__} head"
-        raise ValueError(f"form: got a drafter with {found}, which {form!r} cannot represent, expected another form")
+        kind = "no sequential head" if block.sequential is None else f"a {type(block.sequential).__name__} head"
+        raise ValueError(f"form: got a drafter with {kind}, which {form!r} cannot represent, expected another form")
     for name in ("anchor", "head", "embed", "scale", "multiplier", "softcap"):
         if name not in only.get(form, ("anchor", "head")) and getattr(block, name) != getattr(plain, name):
             raise ValueError(f"form: got a drafter with {name} for {form!r}, expected one without")
     if form in ("speculators", "dspark") and depth(drafter.model) in drafter.traits.feature_layers:
-        raise ValueError(f"form: got a drafter that reads the state after the last layer for {form!r}, expected none")
+        raise ValueError(f"form: {form!r} cannot represent a drafter that reads the state after the last layer")
     if "sliding_attention" in drafter.kinds:
         if block.from_anchor != (form in ("speculators", "dspark")):
             raise ValueError(f"form: got windows that are not those of {form!r}, expected layers of full attention")

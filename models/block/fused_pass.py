@@ -45,12 +45,12 @@ def _has_hooks(module: nn.Module) -> bool:
 
 def _parts(network: Any) -> list[nn.Module]:
     """Return the modules whose class must be the expected one."""
-    found = [network.encoder.fc]
+    parts = [network.encoder.fc]
     for layer in network.layers:
         own, mlp = layer.self_attn, layer.mlp
-        found += [conv.kernel_projection for conv in layer.children() if isinstance(conv, GroupedConv)]
-        found += [own.q_proj, own.k_proj, own.v_proj, own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn]
-    return found
+        parts += [conv.kernel_projection for conv in layer.children() if isinstance(conv, GroupedConv)]
+        parts += [own.q_proj, own.k_proj, own.v_proj, own.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj, mlp.act_fn]
+    return parts
 
 
 def stamp(network: nn.Module) -> tuple:

@@ -92,21 +92,21 @@ def read(
     def named(own: str) -> str:
         return stored.get(own) or published_name(own, sequential.WRITTEN)
 
-    check_shapes(assistant, {wanted: tuple(shapes[name]) for name, wanted in names.items()}, folder, named)
+    check_shapes(assistant, {target_name: tuple(shapes[name]) for name, target_name in names.items()}, folder, named)
     if head is not None:
-        check_shapes(head, {wanted: tuple(shapes[name]) for name, wanted in heads.items()}, folder, named)
+        check_shapes(head, {target_name: tuple(shapes[name]) for name, target_name in heads.items()}, folder, named)
     owned = own.state_dict().keys() & shapes.keys()
     check_shapes(own, {name: tuple(shapes[name]) for name in owned}, folder)
     assistant = network(config)
     assistant = assistant.to(model.dtype).eval()
     tensors = strip_prefix(read_tensors(folder), folder)
-    load_strictly(assistant, {wanted: tensors[name] for name, wanted in names.items()}, folder, named)
+    load_strictly(assistant, {target_name: tensors[name] for name, target_name in names.items()}, folder, named)
     own = own.to_empty(device="cpu").to(model.dtype)
     load_strictly(own, {name: tensors[name] for name in owned}, folder)
     more = _fields(folder, own.to(model.device), model, vocab)
     if head is not None:
         head = head.to_empty(device="cpu").to(model.dtype).eval()
-        load_strictly(head, {wanted: tensors[name] for name, wanted in heads.items()}, folder, named)
+        load_strictly(head, {target_name: tensors[name] for name, target_name in heads.items()}, folder, named)
         more["sequential"] = head.to(model.device)
         if isinstance(head, Spark):
             head.ids = more.get("ids")
@@ -120,9 +120,9 @@ def layer_of(folder: Path, form: str, data: dict) -> dict:
 
 def _sequential(folder: Path, form: str, data: dict, vocab: int, few: int, model: PreTrainedModel) -> Any:
     """Build the sequential head on `meta`, or return None if the form or the checkpoint has none."""
-    said = data if form == "speculators" else {**data, **object_of(data.get("dflash_config"))}
+    fields = data if form == "speculators" else {**data, **object_of(data.get("dflash_config"))}
     table = cast(Tensor, model.get_input_embeddings().weight)
-    return sequential_of(folder, algorithm(form, data), said, vocab, few, table)
+    return sequential_of(folder, algorithm(form, data), fields, vocab, few, table)
 
 
 def algorithm(form: str, data: dict) -> str:
@@ -135,18 +135,18 @@ def config_of(
 ) -> tuple[MuseGlimmerAssistantConfig, DFlashVariant]:
     """Convert a checkpoint's configuration to transformers' and a variant. Raises ValueError if it is unsupported."""
     layer, more = layer_of(folder, form, data), object_of(data.get("dflash_config"))
-    said = data if form == "speculators" else {**data, **more}
+    fields = data if form == "speculators" else {**data, **more}
     check_verifier(folder, data, model)
     sizes = {name: entry(folder, layer, name, int) for name in SIZES}
     check_whole("num_hidden_layers", sizes["num_hidden_layers"], 1, MOST_LAYERS)
     theta, scaling, _, _, partial = rope_of(folder, layer)
     if partial != 1:
         raise ValueError(f"drafter: partial_rotary_factor of {folder} is {shorten(partial)}, expected 1.0")
-    for name, wanted in (("attention_bias", False), ("hidden_act", "silu")):
-        if (found := layer.get(name) or wanted) != wanted:
-            raise ValueError(f"drafter: {name} of {folder} is {shorten(found)}, expected {wanted!r}")
+    for name, expected in (("attention_bias", False), ("hidden_act", "silu")):
+        if (value := layer.get(name) or expected) != expected:
+            raise ValueError(f"drafter: {name} of {folder} is {shorten(value)}, expected {expected!r}")
     for name in ("block_size", "mask_token_id"):
-        check_whole(name, said.get(name), 2 if name == "block_size" else 0, LARGEST)
+        check_whole(name, fields.get(name), 2 if name == "block_size" else 0, LARGEST)
     kinds = _kinds(folder, layer, sizes["num_hidden_layers"])
     window: Any = layer.get("sliding_window") if "sliding_attention" in kinds else 1
     longest = layer.get("max_position_embeddings") or 1
@@ -157,17 +157,17 @@ def config_of(
         max_position_embeddings=longest,
         sliding_window=window,
         layer_types=kinds,
-        block_size=said["block_size"],
-        mask_token_id=said["mask_token_id"],
-        target_layer_ids=_layers(folder, form, said, depth(model), sizes["num_hidden_layers"]),
+        block_size=fields["block_size"],
+        mask_token_id=fields["mask_token_id"],
+        target_layer_ids=_layers(folder, form, fields, depth(model), sizes["num_hidden_layers"]),
         pad_token_id=None,
         bos_token_id=None,
         eos_token_id=None,
     )
     if algorithm(form, data) == "dflash2":
-        known = {**CONVOLUTIONS, **said} if form == "speculators" else said
+        known = {**CONVOLUTIONS, **fields} if form == "speculators" else fields
         with_convolutions(config, *(known.get(name) for name in CONVOLUTIONS))
-    return config, _block(folder, form, said, kinds, window, causal)
+    return config, _block(folder, form, fields, kinds, window, causal)
 
 
 def _kinds(folder: Path, layer: dict, count: int) -> list[str]:
@@ -184,13 +184,13 @@ def _layers(folder: Path, form: str, said: dict, layers: int, count: int) -> lis
     """
     low = 1 if form == "speculators" else 0
     name = "aux_hidden_state_layer_ids" if low else "target_layer_ids"
-    stated = said.get(name)
-    if stated is None and not low and layers > 3:
-        stated = [layers // 2] if count == 1 else [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
-    ids = check_wholes(name, stated, 0, MOST_LAYERS)
+    layer_ids = said.get(name)
+    if layer_ids is None and not low and layers > 3:
+        layer_ids = [layers // 2] if count == 1 else [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
+    ids = check_wholes(name, layer_ids, 0, MOST_LAYERS)
     if not ids or (wrong := [i for i in ids if not low <= i < layers]):
-        found = f"layer {wrong[0]}" if ids else "none"
-        raise ValueError(f"drafter: {name} of {folder} names {found}, expected some of {low}..{layers - 1}")
+        problem = f"layer {wrong[0]}" if ids else "none"
+        raise ValueError(f"drafter: {name} of {folder} names {problem}, expected some of {low}..{layers - 1}")
     return [i - low for i in ids]
 
 
@@ -250,8 +250,8 @@ def _fields(folder: Path, own: Any, model: PreTrainedModel, vocab: int) -> dict[
         targets = {"embed": model.get_input_embeddings(), "head": model.get_output_embeddings()}
         copies = zip(targets.items(), (own.embed_tokens, own.lm_head))
         return {name: mine for (name, its), mine in copies if not torch.equal(mine.weight, its.weight[:vocab])}
-    found: dict[str, Any] = {"head": own.lm_head} if hasattr(own, "lm_head") else {}
+    fields: dict[str, Any] = {"head": own.lm_head} if hasattr(own, "lm_head") else {}
     if hasattr(own, "d2t"):
-        found["ids"] = own.d2t + torch.arange(len(own.d2t), device=model.device)
-        check_ids(folder, found["ids"], own.t2d, vocab)
-    return found
+        fields["ids"] = own.d2t + torch.arange(len(own.d2t), device=model.device)
+        check_ids(folder, fields["ids"], own.t2d, vocab)
+    return fields

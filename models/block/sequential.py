@@ -236,13 +236,13 @@ def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, tab
     if rank and named not in KINDS:
         raise ValueError(f"drafter: markov_head_type of {folder} is {shorten(named)}, expected {', '.join(KINDS)}")
     has = said.get("enable_confidence_head", nested or bool(said.get("confidence_head_alpha")))
-    beside = said.get("confidence_head_with_markov", nested)
-    if has and beside and not rank:
-        raise ValueError(f"drafter: markov_rank of {folder} is 0, expected one above 0 for its confidence head")
+    with_markov = said.get("confidence_head_with_markov", nested)
+    if has and with_markov and not rank:
+        raise ValueError(f"drafter: markov_rank of {folder} is 0, expected a positive one for its confidence head")
     if not (rank or has):
         return None
     markov = Markov(vocab, rank, named, hidden, few) if rank else None
-    return Spark(markov, Confidence(hidden, rank if beside else 0) if has else None)
+    return Spark(markov, Confidence(hidden, rank if with_markov else 0) if has else None)
 
 
 def entries(head: Sequential | None, anchor: bool) -> dict[str, Any]:

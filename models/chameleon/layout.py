@@ -1,4 +1,4 @@
-"""Lumina-mGPT (arXiv 2408.02657) as transformers' `ChameleonForConditionalGeneration`, and Anole with its codec."""
+"""Loads Lumina-mGPT (arXiv 2408.02657) into transformers' Chameleon class, and stores Anole with its codec."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ VQ = "model.vqmodel."
 
 
 def load_lumina(path: str | Path) -> ChameleonForConditionalGeneration:
-    """A stock model from a folder of Lumina-mGPT, whose norms of queries and keys are stored once for each shard of
-    heads, and which has no VQ weights: then `model.model.vqmodel` is not there either, and a codec has the codebook.
+    """Load a folder of Lumina-mGPT into a stock model. Its norms of queries and keys are stored once per shard of
+    heads. Without VQ weights, `model.model.vqmodel` is removed, and a codec must provide the codebook.
     """
     weights = Weights.read(path, dropped=r".*rotary_emb\.")
     weights.shape("model.embed_tokens.weight", 2)
@@ -37,17 +37,17 @@ def load_lumina(path: str | Path) -> ChameleonForConditionalGeneration:
 
 
 def write_with_codec(folder: Path, vq: Path, out: Path) -> None:
-    """Write a new folder with a model in transformers' form, whose files are linked or copied, and its codec of pixels.
-    Raises ValueError for another model, and for a codec of other codes.
+    """Write a new folder with a model in transformers' form, whose files are linked or copied, and its image codec.
+    Raises ValueError for another model class, or for a codec with another number of codes.
     """
     entries = read_json(check_folder(folder), "config.json")
     if entries.get("model_type") != ChameleonConfig.model_type:
         raise ValueError(f"weights: {folder} is a {entries.get('model_type')}, expected an Anole in transformers' form")
     codec = load_taming_vq(vq)
     shape: Any = ChameleonConfig.from_dict(entries).vq_config
-    wanted = shape.num_embeddings
-    if len(codec.codebook) != wanted:
-        raise ValueError(f"vq: got a codec of {len(codec.codebook)} codes, expected one of {wanted} as {folder} has")
+    codes = shape.num_embeddings
+    if len(codec.codebook) != codes:
+        raise ValueError(f"vq: got a codec with {len(codec.codebook)} codes, expected {codes} as in {folder}")
     out.mkdir()
     for file in filter(Path.is_file, folder.iterdir()):
         try:

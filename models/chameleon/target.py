@@ -1,8 +1,8 @@
-"""Chameleon that draws: Anole and Lumina-mGPT on stock `ChameleonForConditionalGeneration`. (arXiv 2405.09818,
-2407.06135, 2408.02657.)
+"""Chameleon models that generate images, on stock `ChameleonForConditionalGeneration`: Anole and Lumina-mGPT. (arXiv
+2405.09818, 2407.06135, 2408.02657.)
 
-The stock forward forbids image tokens, so its backbone and its head are called apart. What differs between the
-published models is a `PromptStyle`. transformers has no decoder of these codes: `codec` is one
+The stock forward forbids image tokens, so its backbone and its LM head are called separately. A `PromptStyle` describes
+how the published models differ. transformers has no decoder for these codes; `codec` is one
 (`visspec.models.codecs.vqgan`).
 """
 
@@ -29,25 +29,25 @@ from visspec.models.image_codes.target import (
 from visspec.types import Processor
 
 BOS, BEGIN, END, TURN = "<s>", "<racm3:break>", "<eoss>", "<reserved08706>"
-MOVQGAN = "<MOVQGAN"  # how names of codes of another tokenizer begin
-LARGEST = 2048  # pixels along a side that a header can name
+MOVQGAN = "<MOVQGAN"  # prefix of the code names of another tokenizer
+LARGEST = 2048  # largest side in pixels that a header can name
 
 
 @dataclass(frozen=True)
 class PromptStyle:
-    """How a model was trained to draw. `{}` in `question` is the text; sizes are in pixels."""
+    """A model's prompt format in training. `{}` in `question` is the text; sizes are in pixels."""
 
     question: str
     guidance: float
-    size: int  # the trained size, or the usual one of a model that draws several
-    step: int = 0  # sides are multiples of this; 0: `size` alone
-    row_end: str = ""  # token behind every row of codes
-    end: str = ""  # token behind the image
-    sized: bool = False  # the image begins with two tokens that say how many steps high and wide it is
-    unconditional: tuple[str, ...] = (BOS,)  # what stays of a prompt, before the header, without its words
+    size: int  # trained size, or the default size of a model with several
+    step: int = 0  # sides are multiples of this; 0: only `size` is supported
+    row_end: str = ""  # token after every row of codes
+    end: str = ""  # token after the image
+    sized: bool = False  # the image begins with two tokens for its height and width in steps
+    unconditional: tuple[str, ...] = (BOS,)  # prompt tokens before the header that the unconditional prompt keeps
 
     def header(self, layout: ImageLayout, codes_per_step: int) -> list[str]:
-        """Tokens between the words and the first code."""
+        """Return the tokens between the words and the first code."""
         counts = [side // codes_per_step for side in layout.grid] if self.sized else []
         return [BEGIN, *(f"<reserved{8800 + count:05d}>" for count in counts)]
 
@@ -68,9 +68,9 @@ STYLES = {
 
 
 class Chameleon(Family):
-    """`processor` is a `ChameleonProcessor`, or anything with its `tokenizer`; `style` a name in STYLES or a Style.
+    """`processor` is a `ChameleonProcessor`, or anything with its `tokenizer`; `style` a name in STYLES or a style.
 
-    A negative prompt is put as a prompt is; an empty one is the style's unconditional prompt.
+    A negative prompt is formatted like a prompt; an empty one is the style's unconditional prompt.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Chameleon(Family):
         self.default_guidance = self.style.guidance
         if codec is None:
             self.no_pixels = (
-                "transformers has no decoder of Chameleon's codes and no codec was given (visspec convert anole MODEL"
+                "transformers has no decoder for Chameleon's codes and no codec was given (visspec convert anole MODEL"
                 " --vq vqgan.ckpt, or parts={'codec': load_taming_vq(FILE)} of visspec.models.codecs.vq_layout)"
             )
 
@@ -120,16 +120,16 @@ class Chameleon(Family):
         layout = layout or self.layout()
         height, width = (side * self.factor for side in layout.grid)
         every = [*texts, *(negative or [])]
-        asked = [self.style.question.format(text, height=height, width=width) for text in every]
-        words = self.require_processor().tokenizer(asked, add_special_tokens=False)["input_ids"]
+        questions = [self.style.question.format(text, height=height, width=width) for text in every]
+        words = self.require_processor().tokenizer(questions, add_special_tokens=False)["input_ids"]
         others = [row if text.strip() else None for text, row in zip(negative or [], words[len(texts) :])]
         return self.from_words(words[: len(texts)], guided, layout, others or None)
 
     def from_words(
         self, words: list[list[int]], guided: bool, layout: ImageLayout, negative: list[list[int] | None] | None = None
     ) -> EncodedPrompt:
-        """From the ids of each prompt's words, without special ids, and those of the negative prompts (None: the
-        unconditional one).
+        """Build the prompt from the ids of each prompt's words, without special ids, and those of the negative prompts
+        (None: the unconditional one).
         """
         ids = self.token_ids
         header = [ids[name] for name in self.style.header(layout, max(self.style.step // self.factor, 1))]
@@ -150,9 +150,9 @@ class Chameleon(Family):
 
 
 def stored_codec(model: PreTrainedModel) -> ImageCodec | None:
-    """The codec in the folder of a model that `visspec convert` wrote; None where there is none."""
+    """Load the codec from the folder of a model that `visspec convert` wrote, or return None if there is none."""
     where = model.config._name_or_path
     if not where or not (folder := Path(where, CODEC)).is_dir():
         return None
-    found = VQModel.from_pretrained(str(folder), local_files_only=True, use_safetensors=True)
-    return ImageCodec(nn.Module.to(found, model.device, model.dtype).eval())
+    model_vq = VQModel.from_pretrained(str(folder), local_files_only=True, use_safetensors=True)
+    return ImageCodec(nn.Module.to(model_vq, model.device, model.dtype).eval())

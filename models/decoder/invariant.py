@@ -44,7 +44,7 @@ def pass_widths(target: HFDecoder) -> PassWidths:
         "quantized weights": getattr(model, "is_quantized", False),
         f"attention of {implementation(text)!r}, not 'sdpa'": implementation(text) != STOCK,
     }
-    if why := next((why for why, found in reasons.items() if found), None):
+    if why := next((why for why, applies in reasons.items() if applies), None):
         raise ValueError(REFUSED.format(type(model).__name__, why))
     parts = [decoder, model.get_output_embeddings()]
     shapes = [(heads // groups, groups, size) for size in sorted(sizes)]
@@ -89,8 +89,8 @@ def prefill(target: HFDecoder, request: Request) -> tuple[State, Scores]:
 def _joined(parts: Sequence[Any], along: int) -> Tensor:
     """Concatenate parts of one row each, padded in front of the prompt's dimension, along the dimension before it."""
     longest = max(part.shape[along] for part in parts)
-    behind = 0 if along == -1 else parts[0].dim() - 1 - along
-    padded = [F.pad(part, (*[0, 0] * behind, longest - part.shape[along], 0)) for part in parts]
+    trailing = 0 if along == -1 else parts[0].dim() - 1 - along
+    padded = [F.pad(part, (*[0, 0] * trailing, longest - part.shape[along], 0)) for part in parts]
     return torch.cat(padded, dim=along - 1)
 
 
@@ -115,7 +115,7 @@ def _row(target: HFDecoder, request: Request, row: int, padding: int) -> Request
 def _media(target: HFDecoder, request: Request, name: str, value: Tensor) -> Tensor:
     """Return a tensor of all rows' media if it has one entry per row. Raises ValueError otherwise."""
     content = to_device(sorted(target.capabilities.never_drafted), request.prompt.device)
-    shown = torch.isin(request.prompt, content).any(dim=1)
-    if len(value) != len(request.prompt) or not bool(shown.all()):
-        raise ValueError(BY_ROW.format(f"{name} of {len(value)} for {len(shown)} rows", ONE_ROW))
+    has_media_B = torch.isin(request.prompt, content).any(dim=1)
+    if len(value) != len(request.prompt) or not bool(has_media_B.all()):
+        raise ValueError(BY_ROW.format(f"{name} of {len(value)} for {len(has_media_B)} rows", ONE_ROW))
     return value

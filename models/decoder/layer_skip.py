@@ -73,8 +73,8 @@ class LayerSkip(Drafter):
         depth = target.config.get_text_config().num_hidden_layers
         if self.exit >= depth > 0 or self.every == 1:
             raise ValueError(f"exit: got {self.exit} with every {self.every}, expected fewer than {depth} layers")
-        asked = [spaced_layers(depth, self.every)] if self.every else [frozenset(range(self.exit, depth))]
-        skips = asked if self.every or self.exit else candidates(depth)
+        fixed = [spaced_layers(depth, self.every)] if self.every else [frozenset(range(self.exit, depth))]
+        skips = fixed if self.every or self.exit else candidates(depth)
         self.choices = [SkipPlan(skip, 1.0 - len(skip) / depth) for skip in skips]
         if not self.choices:
             raise ValueError(f"drafter: got a model of {depth} layers, expected at least 2 so that some can be skipped")

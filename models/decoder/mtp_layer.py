@@ -1,9 +1,9 @@
-"""The layer that predicts a further token, in the target's own files, which transformers drops on loading.
+"""The layer that predicts a further token, from the target's own files; transformers drops it on loading.
 
-x_i = block(fc([norm(e_{i+1}), norm(h_i)])), normed; the target's head on it gives token i + 2, and as h_{i+1} it is
-read for the token after that, by the same layer. e: the target's input embeddings, h: its last hidden states, after the
-final norm, block: a decoder layer of the target's class. Two layouts of names: Qwen3.5 and Exaone 4.5 (`mtp.*`), and
-GLM-OCR, whose layer is counted behind the target's. Embeddings and head are the target's; copies of them are not read.
+x_i = block(fc([norm(e_{i+1}), norm(h_i)])), normed. The target's head maps it to token i + 2, and the same layer reads
+it as h_{i+1} for the token after that. e: the target's input embeddings, h: its last hidden states, after the final
+norm, block: a decoder layer of the target's class. There are two naming layouts: Qwen3.5 and Exaone 4.5 (`mtp.*`), and
+GLM-OCR, whose layer is numbered after the target's. Embeddings and head are the target's; copies of them are ignored.
 
 Shapes: B rows, C elements, S slots, d hidden size.
 """
@@ -28,11 +28,11 @@ QWEN = r"(?:model\.)?mtp\."
 GLM = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
 COPIES = {"embed_tokens.weight", "shared_head.head.weight"}
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
-FIRST = "exaone4"  # counts this layer as its first, which may slide; others have one of full attention
+FIRST = "exaone4"  # counts this layer as its first, which may slide; in other models it has full attention
 
 
 class MtpLayer(nn.Module):
-    """The layer of a loaded model, on `meta`, by the names of Qwen3.5."""
+    """The layer of a loaded model, on `meta`, with Qwen3.5's names."""
 
     repeats = True  # one layer for all levels
 
@@ -63,7 +63,7 @@ class MtpLayer(nn.Module):
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
     ) -> Tensor:
-        """Normed hidden states (B, C, d). positions: (B, C), or (3, B, C) with M-RoPE; attention_mask: (B, 1, C, S)."""
+        """Return normed hidden states (B, C, d). positions: (B, C) or (3, B, C) with M-RoPE; mask: (B, 1, C, S)."""
         both = self.pre_fc_norm_embedding(inputs_embeds), self.pre_fc_norm_hidden(hidden_BCd)
         x_BCd = self.fc(torch.cat(both, dim=-1))
         rope = self._shared[2](x_BCd, positions)
@@ -72,13 +72,13 @@ class MtpLayer(nn.Module):
 
 
 def config_of(model: PreTrainedModel) -> PreTrainedConfig:
-    """The configuration of a decoder of this layer alone. Raises ValueError if the target has no such layer."""
+    """Return the configuration of a decoder with only this layer. Raises ValueError if the target has no such layer."""
     config = copy.deepcopy(model.config.get_text_config())
     kinds = getattr(config, "layer_types", None)
     if kinds:
         kind = kinds[0] if config.model_type.startswith(FIRST) else "full_attention"
         if kind not in kinds:
-            raise ValueError(f"drafter: {type(model).__name__} has {kinds[0]} alone, expected a layer of {kind}")
+            raise ValueError(f"drafter: {type(model).__name__} only has {kinds[0]}, expected a layer of {kind}")
         config.layer_types = [kind]
     if getattr(config, "mtp_use_dedicated_embeddings", False):
         raise ValueError("drafter: got mtp_use_dedicated_embeddings=True, expected a layer on the model's embeddings")
@@ -87,7 +87,7 @@ def config_of(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def folder_of(model: PreTrainedModel) -> Path | None:
-    """The folder that a model was read from, if it is on this machine. Nothing is fetched."""
+    """Return the folder that a model was read from, if it is on this machine. Nothing is downloaded."""
     name = getattr(model.config, "name_or_path", None)
     if not name:
         return None
@@ -96,14 +96,14 @@ def folder_of(model: PreTrainedModel) -> Path | None:
 
 
 def layer_names(names: Iterable[str], layers: int) -> dict[str, str]:
-    """The names of a model's file that are of the layer, each with ours. layers: of the target."""
+    """Map the names of this layer's tensors in a model's file to ours. layers: number of the target's layers."""
     patterns = QWEN, rf"(?:.*\.)?layers\.{layers}\."
     for pattern in patterns:
-        found = {name: match.string[match.end() :] for name in names if (match := re.match(pattern, name))}
-        if pattern == QWEN and found:
-            return found
-        if any(name.startswith("eh_proj.") for name in found.values()):
-            return {name: _own_name(short) for name, short in found.items() if short not in COPIES}
+        names_here = {name: match.string[match.end() :] for name in names if (match := re.match(pattern, name))}
+        if pattern == QWEN and names_here:
+            return names_here
+        if any(name.startswith("eh_proj.") for name in names_here.values()):
+            return {name: _own_name(short) for name, short in names_here.items() if short not in COPIES}
     return {}
 
 
@@ -113,8 +113,8 @@ def _own_name(short: str) -> str:
 
 
 def in_files(model: PreTrainedModel) -> bool:
-    """Whether the folder of a loaded model holds such a layer that `drafter="mtp"` reads, by headers of files alone.
-    Nothing is fetched.
+    """Whether the folder of a loaded model has such a layer that `drafter="mtp"` reads, judged by the files' headers.
+    Nothing is downloaded.
     """
     try:
         check(model)
@@ -124,7 +124,7 @@ def in_files(model: PreTrainedModel) -> bool:
 
 
 def check(model: PreTrainedModel) -> None:
-    """Raises ValueError unless the folder of a model holds such a layer."""
+    """Raise ValueError unless the folder of a model has such a layer."""
     if getattr(model.config.get_text_config(), "num_mtp_layers", None):  # read by transformers
         _find_layer(model)
     else:
@@ -132,10 +132,10 @@ def check(model: PreTrainedModel) -> None:
 
 
 def _find_layer(model: PreTrainedModel) -> tuple[Path, dict[str, str], Shapes]:
-    """The folder, the names of the layer's tensors in it with ours, and all shapes. Raises ValueError for none."""
+    """Return the folder, the names of the layer's tensors with ours, and all shapes. Raises ValueError for none."""
     folder = folder_of(model)
     if folder is None:
-        raise ValueError(f"drafter: {type(model).__name__} was read from no folder that is here, expected one")
+        raise ValueError(f"drafter: {type(model).__name__} was not read from a folder on this machine, expected one")
     shapes = read_shapes(folder)
     own = layer_names(shapes, model.config.get_text_config().num_hidden_layers)
     if not own:
@@ -144,7 +144,7 @@ def _find_layer(model: PreTrainedModel) -> tuple[Path, dict[str, str], Shapes]:
 
 
 def _check_layer(model: PreTrainedModel) -> tuple[Path, dict[str, str], MtpLayer]:
-    """The folder, names as above, and the layer on `meta`. Raises ValueError unless names and shapes are its own."""
+    """Return the folder, the names, and the layer on `meta`. Raises ValueError unless names and shapes match."""
     describe(model)
     folder, own, shapes = _find_layer(model)
     try:
@@ -157,13 +157,13 @@ def _check_layer(model: PreTrainedModel) -> tuple[Path, dict[str, str], MtpLayer
 
 
 def _naming(own: dict[str, str]) -> Callable[[str], str]:
-    """What the file calls a tensor of ours."""
+    """Return a function from our tensor names to the file's."""
     theirs = {ours: name for name, ours in own.items()}
     return lambda name: theirs.get(name, f"mtp.{name}")
 
 
 def load_layer(model: PreTrainedModel) -> MtpLayer:
-    """The layer of a loaded model, from the safetensors in its folder, on the model's device and in its dtype.
+    """Load the layer of a loaded model from the safetensors in its folder, on the model's device and in its dtype.
 
     Raises ValueError if there is none, or if tensors are missing, left over or of other shapes.
     """
@@ -175,7 +175,7 @@ def load_layer(model: PreTrainedModel) -> MtpLayer:
 
 
 def _fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of single experts as those of all: (experts, gate and up, d) and (experts, d, inner)."""
+    """Stack the weights of single experts: (experts, gate and up, d) and (experts, d, inner)."""
     single: dict[tuple[str, str], dict[int, Tensor]] = {}
     rest = {}
     for name, tensor in tensors.items():

@@ -58,9 +58,9 @@ class PromptKey(NamedTuple):
             return 0
         most = min(self.length - 1, other.length)  # the last token is always processed
         differs = (self.ids[:, :most] != other.ids[:, :most]).any(axis=0)
-        found = int(differs.argmax()) if differs.any() else most
-        unread = self.length - found
-        return found if found >= max(self.least, unread) and unread <= MAX_NODES else 0
+        agreeing = int(differs.argmax()) if differs.any() else most
+        unread = self.length - agreeing
+        return agreeing if agreeing >= max(self.least, unread) and unread <= MAX_NODES else 0
 
     def cut(self, shared: int) -> PromptKey:
         """Return the part of this prompt to read first if others share `shared` slots of it; all of it if none does."""
@@ -165,20 +165,20 @@ class PrefixCache:
         positions = scores.aux["positions"]
         positions = positions.expand(*positions.shape[:-2], len(state.rows), width)
         positions_BLP = positions[..., None] if positions.dim() == 2 else positions.permute(1, 2, 0)
-        found = {"positions": positions_BLP, "features": scores.features, "embeddings": scores.aux.get("embeddings")}
-        made = []
+        sources = {"positions": positions_BLP, "features": scores.features, "embeddings": scores.aux.get("embeddings")}
+        prefixes = []
         for key, b in zip(keys, rows):
             end, first = slots.lengths[b], width - key.length
             stores = [s[b, :, end - key.length : end].clone() for s in (*slots.keys, *slots.values)]
-            parts = {name: x[b, first:].clone() for name, x in found.items() if x is not None}
-            made.append(Prefix(key, stores, parts, sum(x.nbytes for x in (*stores, *parts.values()))))
+            parts = {name: x[b, first:].clone() for name, x in sources.items() if x is not None}
+            prefixes.append(Prefix(key, stores, parts, sum(x.nbytes for x in (*stores, *parts.values()))))
         with self._lock:
-            self._kept = [p for p in self._kept if all(p is not gone for gone in old)]
-            self._kept += [p for p in made if p.bytes <= self.room]
+            self._kept = [p for p in self._kept if all(p is not replaced for replaced in old)]
+            self._kept += [p for p in prefixes if p.bytes <= self.room]
             while (found_bytes := sum(p.bytes for p in self._kept)) > self.room:
                 del self._kept[0]
             self.bytes = found_bytes
-        return made
+        return prefixes
 
     def refuse(self, why: str) -> None:
         """Stop reusing prompts."""
@@ -189,18 +189,18 @@ class PrefixCache:
     def prefill(self, target: HFDecoder, request: Request, plan: PrefixPlan) -> tuple[State, Scores]:
         """Run `HFDecoder.prefill` for rows that start from kept prompts, or from other rows of their batch."""
         assert plan.batch is not None
-        found = self._start(target, request, plan)
-        return found or target.prefill(replace(request, inputs=plan.batch(range(len(plan.keys))).inputs))
+        result = self._start(target, request, plan)
+        return result or target.prefill(replace(request, inputs=plan.batch(range(len(plan.keys))).inputs))
 
     def _start(self, target: HFDecoder, request: Request, plan: PrefixPlan) -> tuple[State, Scores] | None:
         """Prefill from kept prompts; None if the model does not support it."""
         assert plan.batch is not None
-        made: list[Prefix] = []
+        prefixes: list[Prefix] = []
         if plan.first is not None:
             of_first = plan.first.prefix
             target.prefill(plan.first)
-            made = of_first.made
-        known = [start or _longest(key, made) for start, key in zip(plan.known, plan.keys)]
+            prefixes = of_first.made
+        known = [start or _longest(key, prefixes) for start, key in zip(plan.known, plan.keys)]
         starts = [start for start in known if start is not None]
         if len(starts) < len(known):
             return None
@@ -283,11 +283,11 @@ def resume(
 
 def _joined(starts: Sequence[Start], name: str, read_BNX: Tensor, counts: list[int], width: int) -> Tensor:
     """Concatenate the kept part of each row's prompt and the part read after it, right-aligned: (B, L, X)."""
-    found = read_BNX.new_zeros(len(starts), width, read_BNX.shape[2])
-    for row_LX, new_NX, count, (prefix, n) in zip(found, read_BNX, counts, starts):
+    joined_BLX = read_BNX.new_zeros(len(starts), width, read_BNX.shape[2])
+    for row_LX, new_NX, count, (prefix, n) in zip(joined_BLX, read_BNX, counts, starts):
         row_LX[width - count - n : width - count] = prefix.parts[name][:n]
         row_LX[width - count :] = new_NX[:count]
-    return found
+    return joined_BLX
 
 
 def following(position_P: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ def joins(
         return False
     floating = any(isinstance(v, Tensor) and v.is_floating_point() for v in changed.inputs.values())
     exact = _exact(target.model)
-    error, change = (_difference(found, other, exact)[0] for found in (joined[1:], control))
+    error, change = (_difference(logits_RPV, other, exact)[0] for logits_RPV in (joined[1:], control))
     return True if not floating or SEEN * error <= change > 0 else None
 
 
@@ -216,10 +216,10 @@ def _probe(target: HFDecoder) -> ProbeResult:
     except (MemoryError, torch.OutOfMemoryError):
         raise  # unrelated to the model's structure
     except Exception as raised:
-        said = str(raised).split("\n")[0].replace(". ", ", ").rstrip(".")
-        if said.startswith("model: "):
-            return ProbeResult(said)  # our own cache found the fault
-        return ProbeResult(f"model: {name} can't run a draft ({type(raised).__name__}: {said}), expected {EXPECTED}")
+        message = str(raised).split("\n")[0].replace(". ", ", ").rstrip(".")
+        if message.startswith("model: "):
+            return ProbeResult(message)  # our own cache found the fault
+        return ProbeResult(f"model: {name} can't run a draft ({type(raised).__name__}: {message}), expected {EXPECTED}")
     return ProbeResult(_unlike(name, error))
 
 
@@ -291,8 +291,8 @@ class _StockLayer(SlotLayer):
         self.window, self.is_sliding = window, window > 0
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        held = min(self.slots.length, self.window - 1) if self.window else self.slots.length
-        return held + query_length, self.slots.length - held
+        visible = min(self.slots.length, self.window - 1) if self.window else self.slots.length
+        return visible + query_length, self.slots.length - visible
 
 
 class _StockSlots(SlotLayers):
@@ -310,8 +310,8 @@ class _StockSlots(SlotLayers):
         pair = super().update(key_states, value_states, layer_idx)
         layer = self.layers[layer_idx]
         assert isinstance(layer, SlotLayer)
-        held = layer.get_mask_sizes(key_states.shape[2])[0]
-        return tuple(states[:, :, -held:] for states in pair)
+        visible = layer.get_mask_sizes(key_states.shape[2])[0]
+        return tuple(states[:, :, -visible:] for states in pair)
 
 
 def _tokens(target: HFDecoder) -> Tensor:
@@ -433,12 +433,12 @@ def restore_after(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, attributes, dictionaries in kept:
-            for here, before in [(vars(module), attributes), *dictionaries]:
-                for name in here.keys() - before.keys():
-                    del here[name]
+            for now, before in [(vars(module), attributes), *dictionaries]:
+                for name in now.keys() - before.keys():
+                    del now[name]
                 for name, value in before.items():
-                    if here.get(name, here) is not value:  # skip unchanged entries: other threads may run the model
-                        here[name] = value
+                    if now.get(name, now) is not value:  # skip unchanged entries: other threads may run the model
+                        now[name] = value
         with torch.no_grad():
             for buffer, values in inner:  # some models update them in place
                 buffer.copy_(values)

@@ -88,7 +88,7 @@ class SharedCache(Drafter):
     def _reader(self, state: State) -> Read:
         """Return a function that runs the assistant over nodes of this round: (tokens, hidden) to (logits, hidden)."""
         assert state.target is not None
-        stored, held_BS = state.target.stored(state, list(self.layers.values()))
+        stored, real_BS = state.target.stored(state, list(self.layers.values()))
         shared = dict(zip(self.layers, stored))
         position_B = state.position
 
@@ -97,7 +97,7 @@ class SharedCache(Drafter):
             embedded = self.embed(token_BW)
             output = self.assistant(
                 inputs_embeds=torch.cat([embedded, hidden_BWd.to(embedded.dtype)], dim=-1),
-                attention_mask=self._masks(shared, held_BS, token_BW.shape[1], embedded.dtype),
+                attention_mask=self._masks(shared, real_BS, token_BW.shape[1], embedded.dtype),
                 position_ids=position_B[:, None].expand(-1, token_BW.shape[1]),
                 shared_kv_states=shared,
                 use_cache=False,
@@ -137,9 +137,9 @@ def providers(text: PreTrainedConfig) -> dict[str, int]:
     layers, else the last.
     """
     modes = getattr(text, "kv_sharing_modes", None) or [None] * text.num_hidden_layers
-    found: dict[str, int] = {}
+    layers: dict[str, int] = {}
     kinds = getattr(text, "layer_types", None) or []
     for index, (kind, mode) in enumerate(zip(kinds, modes)):
         if mode != "reuse":
-            found[kind] = index
-    return found | {kind: i for i, (kind, mode) in enumerate(zip(kinds, modes)) if mode == "store"}
+            layers[kind] = index
+    return layers | {kind: i for i, (kind, mode) in enumerate(zip(kinds, modes)) if mode == "store"}

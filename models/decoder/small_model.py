@@ -134,16 +134,16 @@ class SmallModel(StructuredDrafter):
 
     def _catch_up(self, state: State, memory: _SmallModelState) -> Tensor:
         """Process tokens committed since the last draft and return logits (B, V) after each row's pending token."""
-        behind = memory.unread
-        width = max(map(len, behind))
-        padded = [tokens + [0] * (width - len(tokens)) for tokens in behind]
+        unread = memory.unread
+        width = max(map(len, unread))
+        padded = [tokens + [0] * (width - len(tokens)) for tokens in unread]
         tokens = to_device(padded, state.pending.device)
         draft = Draft(tokens, trees.chain(width - 1, str(tokens.device)))
         logits_BMV = self._logits(memory, draft)
-        last = to_device([len(t) - 1 for t in behind], tokens.device)
-        memory.advance([len(t) for t in behind])
-        memory.unread = [[] for _ in behind]
-        return logits_BMV[torch.arange(len(behind), device=tokens.device), last]
+        last = to_device([len(t) - 1 for t in unread], tokens.device)
+        memory.advance([len(t) for t in unread])
+        memory.unread = [[] for _ in unread]
+        return logits_BMV[torch.arange(len(unread), device=tokens.device), last]
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         state.memory.commit(outcome)
@@ -177,7 +177,7 @@ class _SmallModelState:
 
     def commit(self, outcome: Outcome) -> None:
         """Keep accepted drafted tokens in the cache, drop the others, and queue the tokens to be processed."""
-        held = [min(len(path) - 1, self.drafted) for path in outcome.path]
-        self.advance([h - self.drafted for h in held])
-        self.unread = [unread + tokens[h:] for unread, tokens, h in zip(self.unread, outcome.tokens, held)]
+        kept = [min(len(path) - 1, self.drafted) for path in outcome.path]
+        self.advance([h - self.drafted for h in kept])
+        self.unread = [unread + tokens[h:] for unread, tokens, h in zip(self.unread, outcome.tokens, kept)]
         self.drafted = 0

@@ -85,8 +85,8 @@ class HFDecoder(RunningTarget):
         self._prepared_cache = cache_argument(model.prepare_inputs_for_generation) or CACHE
         floating = (p.dtype for p in self.decoder.parameters() if p.is_floating_point())  # quantized weights: integers
         name, dtype = draft_attention.implementation(text), next(floating, torch.float32)
-        wanted = attention or (None if check else ragged.MASK)
-        backend = ragged.choose(self.decoder, text, name, dtype, self.device, wanted)
+        forced = attention or (None if check else ragged.MASK)
+        backend = ragged.choose(self.decoder, text, name, dtype, self.device, forced)
         shared = draft_attention.groups(self.decoder, check) if name == draft_attention.STOCK else 1
         self.masks = Masks(dtype, _sliding_window(text), mixed, shared, backend)
         self.configs = draft_attention.configurations(self.decoder)
@@ -205,7 +205,7 @@ class HFDecoder(RunningTarget):
                 raise ValueError(f"{name}: got states that every pass attends to, expected images in the prompt")
         attention = request.inputs.get("attention_mask")
         if not self.padding and attention is not None and not bool(attention.all()):
-            raise ValueError(f"attention_mask: got padding, which {type(self.model).__name__} does not take")
+            raise ValueError(f"attention_mask: got padding, which {type(self.model).__name__} does not support")
         if not self.restarts:
             return
         longest = request.prompt.shape[1] + request.max_new_tokens - 1
@@ -225,13 +225,13 @@ class HFDecoder(RunningTarget):
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """Run one pass over all nodes of all rows. Returns scores for (B, N)."""
-        found = self.replayed(
+        replayed = self.replayed(
             state,
             lambda: (draft.tree, (draft.value, state.position[:, None] + draft.tree.depth)),
             self._whole,
             lambda: self._eager(state, draft)[0],
         )
-        logits, features, states = (*found, None) if found else self._eager(state, draft)
+        logits, features, states = (*replayed, None) if replayed else self._eager(state, draft)
         assert logits is not None
         aux = {"raw": logits} if state.request.keep_raw else {}
         if states is not None:
@@ -262,8 +262,8 @@ class HFDecoder(RunningTarget):
             (output, seen), own_BN = self._pass(model, state, draft), None
         else:
             (output, seen), own_BN = past.run(functools.partial(self._pass, model), state, draft, self.state_modules)
-        found = self.features(output, seen), seen["last_hidden_state"] if self.head_states else None
-        features, states = (None if values is None else _of(values, own_BN)[:, :size] for values in found)
+        outputs = self.features(output, seen), seen["last_hidden_state"] if self.head_states else None
+        features, states = (None if values is None else _of(values, own_BN)[:, :size] for values in outputs)
         return _of(output.logits, own_BN)[:, :size], features, states
 
     def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
@@ -358,9 +358,9 @@ class HFDecoder(RunningTarget):
             return None
         if self.watched:
             return seen["last_hidden_state"]
-        states, behind = output.hidden_states, depth(self.model) + 1
-        found = [seen["before_norm"] if i == behind else states[i] for i in layers]
-        return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
+        states, before_norm = output.hidden_states, depth(self.model) + 1
+        chosen = [seen["before_norm"] if i == before_norm else states[i] for i in layers]
+        return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
 
 
 def _of(values_BTX: Tensor, at_BN: Tensor | None) -> Tensor:
@@ -388,9 +388,9 @@ def describe(model: PreTrainedModel, features: tuple[int, ...] = ()) -> Capabili
     try:
         return _capabilities(model, features)
     except AttributeError as error:
-        said = str(error).replace(". ", ", ").rstrip(".")
+        message = str(error).replace(". ", ", ").rstrip(".")
         kind = type(model).__name__
-        raise ValueError(f"model: got {kind}, expected a decoder of one stream of tokens ({said})") from error
+        raise ValueError(f"model: got {kind}, expected a decoder with one stream of tokens ({message})") from error
 
 
 def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabilities:
@@ -402,11 +402,11 @@ def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabili
     if getattr(type(model), "_sample", GenerationMixin._sample) is not GenerationMixin._sample:
         raise ValueError(f"model: {name} has its own decoding loop, expected transformers' loop")
     kinds = set(getattr(text, "layer_types", None) or ())
-    states, strange = bool(kinds & {*STATEFUL, HYBRID}), kinds - {*ATTENDING, *STATEFUL, HYBRID}
+    states, unsupported = bool(kinds & {*STATEFUL, HYBRID}), kinds - {*ATTENDING, *STATEFUL, HYBRID}
     attends = bool(kinds & {*ATTENDING, HYBRID})
-    if strange or (states and not attends) or (getattr(model, "_is_stateful", False) and not states):
-        found = ", ".join(sorted(strange or kinds - ATTENDING)) or "recurrent layers"
-        raise ValueError(f"model: {name} has {found}, expected full or sliding attention (drafts must be undone)")
+    if unsupported or (states and not attends) or (getattr(model, "_is_stateful", False) and not states):
+        names = ", ".join(sorted(unsupported or kinds - ATTENDING)) or "recurrent layers"
+        raise ValueError(f"model: {name} has {names}, expected full or sliding attention (drafts must be undone)")
     decoder = model.get_decoder()
     if cache_argument(decoder.forward) is None:
         raise ValueError(f"model: {name} keeps no cache of keys and values, expected one that does")

@@ -1,18 +1,17 @@
 """Distilled decoding as a drafter: a small network that maps the noise of many places to their codes at once.
 
-Distilled Decoding (arXiv 2412.17153) trains a student that takes a whole sequence's noise to the teacher's tokens, with
-some error. Here the noise is the Gumbel numbers that belong to each place (`visspec.sampling`), of which the teacher's
-sequence is a function without any error, and the student only drafts: with the rule `exact` the output is the
-teacher's for that noise, always, and after every verification it drafts again from what is known by then. It reads
-tokens alone, so it needs nothing from the target but its embeddings.
+Distilled Decoding (arXiv 2412.17153) trains a student that maps a whole sequence's noise to the teacher's tokens, with
+some error. Here the noise is the Gumbel numbers of each place (`visspec.sampling`), which determine the teacher's
+sequence exactly, and the student only drafts: with the rule `exact` the output is always the teacher's for that noise,
+and after every verification it drafts again from what is known by then. It only reads tokens, so it needs nothing from
+the target but its embeddings.
 
-A draft is made in at most `refine` passes of the network over all its places. Before the first, places hold nothing;
-each pass gives every place a distribution given the guesses before it, and the argmax of distribution and noise is the
-next guess. On a CPU, where it can be looked at for nothing, a guess that repeats itself ends this early: further passes
-would repeat it.
+A draft takes at most `refine` passes of the network over all its places. Before the first, places are blank; each pass
+gives every place a distribution given the guesses before it, and the argmax of distribution and noise is the next
+guess. On a CPU, where checking is free, this ends early when a guess repeats itself, because further passes would too.
 
-Rules with random numbers of their own get noise of the drafter's, and with it draws from the reported distributions: a
-place's distribution is read off guesses before it only, which do not depend on its own numbers.
+Rules with their own random numbers get separate noise from the drafter, so that drafts are samples of the reported
+distributions: a place's distribution only depends on earlier guesses, which do not depend on its own numbers.
 
 Shapes: B rows, P prompt, T elements, S elements of the memory, D depth, V ids, d hidden size of the target.
 """
@@ -53,24 +52,24 @@ from visspec.types import (
     Verdict,
 )
 
-BLANKS, GUESSES = 0.15, 0.2  # shares of the pictures of training with missing codes, and with guesses
-FADE = 0.9  # weight in the loss of a place behind the known codes, times that of the place before it
+BLANKS, GUESSES = 0.15, 0.2  # shares of training images with missing codes, and with guesses
+FADE = 0.9  # factor on a place's weight in the loss per place after the known codes
 
 
 @dataclass
 class DistilledMemory:
-    """What a request's drafts are made from."""
+    """What a request's drafts are computed from."""
 
-    stored: Tensor  # (layers, 2, B, H, S, E): the memory of the prompt, then a slot for each code
-    prompt: Tensor  # (B, P) bool: which of the prompt is no padding
+    stored: Tensor  # (layers, 2, B, H, S, E) keys and values: of the prompt, then a slot for each code
+    prompt: Tensor  # (B, P) bool: prompt elements that are not padding
     noise: Gumbel | None  # the drafter's random numbers, for rules with their own
 
 
 class DistilledDrafter(ImageNetworkDrafter, Drafter):
     """A drafter around a `DistilledHead`, for one image model (or its `Family`).
 
-    levels: places of a draft (default: the configuration's); refine: passes of the network for one. Raises ValueError
-    for other values, or when the network was made for another target.
+    levels: places per draft (default: the configuration's); refine: maximum passes of the network per draft. Raises
+    ValueError for other values, or if the network was made for another target.
     """
 
     head_class = DistilledHead
@@ -98,14 +97,14 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
 
     @classmethod
     def for_model(cls, target: nn.Module | Family, *, seed: int = 0, **options: object) -> DistilledDrafter:
-        """An untrained drafter, which starts from layers of the target where they have its shape."""
+        """Create an untrained drafter, initialized from layers of the target if their shapes match."""
         family = cls.subject(target)
         drafter = super().for_model(family, seed=seed, **options)
         drafter.head.start_from(family.decoder, family.mlp_head)
         return drafter
 
     def refresh(self) -> None:
-        """Draft with the network's current weights, which are used as they are."""
+        """Draft with the network's current weights, which need no conversion."""
         self.head.eval()
 
     def attach(self, target: Family) -> None:
@@ -115,7 +114,7 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
         self.table = embedding(target, self.config.vocab).weight.float()
 
     def start(self, state: State, scores: Scores) -> None:
-        """Remember the prompt."""
+        """Compute keys and values of the prompt."""
         check_grid(self.config.rows, self.config.columns, state.request)
         if not self.warned:
             self.warned = warn_of_guidance(self.config.guidance, state.request.sampling.guidance)
@@ -139,7 +138,7 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
         return trees.chain_draft(state.pending, value_BD, Categorical(p=torch.cat([p_BDV[:, :1], p_BDV], dim=1)))
 
     def _draw(self, state: State, depth: int) -> tuple[Tensor, Categorical | None]:
-        """Codes of the next places (B, D) and, for rules that judge draws, what they were drawn from."""
+        """Draw codes of the next places (B, D). For rules that judge draws, also return their distribution."""
         known: DistilledMemory = state.memory
         noise, pending, vocab = known.noise or state.noise, state.pending[:, None], self.config.vocab
         numbers_BDV = 0.0 if noise is None else noise.window(depth)[..., :vocab]
@@ -165,7 +164,7 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
         return drawn_BD, None if known.noise is None else distribution
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        """Remember the codes that the target has read and kept; what rows have not is not seen, and overwritten."""
+        """Store keys and values of the codes that the target has kept; later slots are masked and overwritten."""
         known: DistilledMemory = state.memory
         count = max(map(len, outcome.path))
         first = [len(state.tokens[row]) - len(committed) - 1 for row, committed in zip(state.rows, outcome.tokens)]
@@ -183,16 +182,16 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
             known.noise.select(keep)
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Logits (..., V) at the temperature of the training data; ids of grammar are never drafted."""
+        """Return logits (..., V) at the temperature of the training data; grammar ids are never drafted."""
         logits = self.head.logits(states) / self.config.temperature
         return F.pad(logits, (0, self.config.vocab - self.config.codes), value=IMPOSSIBLE)
 
     def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
-        """One pass over whole pictures, each known up to a random code.
+        """Run one training pass over whole images, each known up to a random code.
 
-        Most pictures have their own codes after it. In a share of them these are missing, as in the first pass of a
-        draft, or guesses of one or two passes, as in later ones; there the weight fades with the distance from the
-        known codes, and with it what can be predicted.
+        Most images have their own codes after it. In a share of them these are missing, as in a draft's first pass, or
+        are guesses of one or two passes, as in later ones; their weight fades with the distance from the known codes,
+        as does what can be predicted.
         """
         device, code_BT = lesson.ids.device, lesson.ids[:, lesson.prompt_length : -1]
         rows, count = code_BT.shape
@@ -210,10 +209,10 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
 
     @torch.no_grad()
     def _guesses(self, lesson: TrainingBatch, row_G: Tensor, ahead_GT: Tensor, kind_GT: Tensor) -> Tensor:
-        """Codes (G, T) of these rows: the target's as far as they are known, then guesses after one or two passes.
+        """Return codes (G, T) of these rows: the target's as far as they are known, then guesses of one or two passes.
 
-        Guesses are made with the noise that the target's codes were drawn with. It is not recorded, but drawn again
-        given these codes.
+        Guesses use the noise that the target's codes were drawn with. It is not recorded, but sampled again given these
+        codes.
         """
         codes_GM, vocab = lesson.ids[row_G, lesson.prompt_length :], self.config.vocab
         fixed_GT = lesson.best[row_G] >= self.config.codes
@@ -229,7 +228,7 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
         return value_GT
 
     def _pass(self, lesson: TrainingBatch, rows: Tensor | slice, value_BT: Tensor, kind_BT: Tensor) -> Tensor:
-        """States (B, T, d) of codes after the prompts of some rows of a batch."""
+        """Return states (B, T, d) of codes after the prompts of some rows of a batch."""
         assert lesson.embeddings is not None and lesson.attention is not None
         count, real_BP = value_BT.shape[1], lesson.attention[rows]
         _, memory = self.head(*words(lesson.embeddings[rows], real_BP, self.head))
@@ -240,7 +239,7 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
 
 
 def words(embeds_BPd: Tensor, real_BP: Tensor, head: DistilledHead) -> tuple[Tensor, ...]:
-    """Arguments of the network for prompts, padded on the left: inputs (B, P, d), and which are no padding."""
+    """Return the network's arguments for left-padded prompts: inputs (B, P, d), kinds, elements, memory and mask."""
     rows, length = real_BP.shape
     element = torch.arange(-length, 0, device=real_BP.device).expand(rows, -1)
     own_PP = torch.eye(length, dtype=torch.bool, device=real_BP.device)  # padding sees itself
@@ -249,12 +248,12 @@ def words(embeds_BPd: Tensor, real_BP: Tensor, head: DistilledHead) -> tuple[Ten
 
 
 def context_elements(known: DistilledMemory, newest: list[int], depth: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Elements (B, D) from each row's newest code on, the memory as far as any row has come, and what elements see
-    of it and of each other: those before, (B, D, S + D).
+    """Return elements (B, D) from each row's newest code on, the memory up to the longest row, and the mask
+    (B, D, S + D) of what elements see in it and of each other: everything before them.
     """
     prompt, device = known.prompt.shape[1], known.prompt.device
     newest_B1 = to_device(newest, device)[:, None]
-    reach = min(prompt + max(newest), known.stored.shape[4])  # grammar may stand behind the last row
+    reach = min(prompt + max(newest), known.stored.shape[4])  # grammar ids may follow the last row
     memory_BS = torch.cat([known.prompt, torch.arange(reach - prompt, device=device) < newest_B1], dim=1)
     own_DD = torch.ones(depth, depth, dtype=torch.bool, device=device).tril()
     parts = memory_BS[:, None].expand(-1, depth, -1), own_DD.expand(len(memory_BS), -1, -1)

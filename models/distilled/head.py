@@ -1,11 +1,11 @@
-"""The network of a distilled drafter: from the noise of many places to their codes.
+"""The network of a distilled drafter, from the noise of many places to their codes.
 
-A causal decoder over prompt and codes that gives the target's distributions *after* guidance from one stream. A code
-may be a guess, or missing: the argmax of a place's distribution and its Gumbel numbers is the next guess
+It is a causal decoder over prompt and codes that gives the target's distributions *after* guidance from one stream. A
+code may be a guess, or missing: the argmax of a place's distribution and its Gumbel numbers is the next guess
 (`models.distilled.drafter`).
 
-Element t of a picture holds code t and is asked for code t + 1; those of a prompt are counted back from it. What stays
-of elements that are known is their keys and values, the memory. Embeddings of codes and words are the target's.
+Element t of an image holds code t and predicts code t + 1; elements of a prompt have negative numbers. Known elements
+are kept as keys and values, the memory. Embeddings of codes and words are the target's.
 
 Shapes: B rows, T elements, S elements of the memory, C channels of a rotation, d hidden size, V codes, H heads, E head
 size.
@@ -25,14 +25,14 @@ from visspec.models.drafting.checkpoint import DrafterConfig
 from visspec.models.layers import MOST_LAYERS, FeatureRMSNorm, rotate, rotations
 from visspec.types import MAX_NODES
 
-BEFORE = 64  # positions of rotations before the first code; longer prompts share the first of them
-KNOWN, GUESSED, BLANK = range(3)  # kinds of an element: a code of the target or a word, a guess, neither
+BEFORE = 64  # rotary positions before the first code; the start of longer prompts shares the first of them
+KNOWN, GUESSED, BLANK = range(3)  # kinds of an element: a code of the target or a word, a guess, nothing
 
 
 @dataclass(frozen=True)
 class DistilledConfig(DrafterConfig):
-    """Configuration of the network and of its target, whose pictures have `rows` rows of `columns` positions, row ends
-    included. `vocab` includes codes and grammar ids. guidance, temperature: of the distributions that it was taught.
+    """Configuration of the network and of its target, whose images have `rows` rows of `columns` positions, including
+    row ends. `vocab` counts codes and grammar ids. guidance, temperature: of the distributions used in training.
     """
 
     target_layers: int
@@ -72,8 +72,8 @@ class DistilledLayer(nn.Module):
         self.down = nn.Linear(config.intermediate, d, bias=False)
 
     def forward(self, x_BTd: Tensor, turn_BTC: Tensor, memory: Tensor, mask_BTS: Tensor) -> tuple[Tensor, Tensor]:
-        """The layer's output, and its elements' rotated keys, and values, (2, B, H, T, E), as memory holds them. mask:
-        true where an element sees one of the memory or, behind it, of its own, (B, T, S + T).
+        """Return the layer's output, and its elements' rotated keys and values, (2, B, H, T, E), for the memory. mask:
+        true where an element sees an element of the memory or, after those, one of its own pass, (B, T, S + T).
         """
         query, key, value = self.qkv(self.norm_in(x_BTd)).unflatten(-1, (3, self.heads, -1)).unbind(2)
         own = torch.stack([rotate(key, turn_BTC), value]).transpose(2, 3)
@@ -85,7 +85,7 @@ class DistilledLayer(nn.Module):
         return x_BTd + self.down(F.silu(gate) * up), own
 
     def copy(self, layer: Any) -> bool:
-        """Take over the weights of a layer of a decoder (named as Llama's), if it has this structure."""
+        """Copy the weights of a decoder layer (named as Llama's) if it has this structure. Returns whether it has."""
         attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
         parts: list[Any] = [getattr(attention, f"{name}_proj", None) for name in "qkvo"]
         parts += [getattr(mlp, f"{name}_proj", None) for name in ("gate", "up", "down")]
@@ -97,7 +97,7 @@ class DistilledLayer(nn.Module):
         repeat, heads = len(query) // len(key), (self.heads, -1)
         key, value = (part.unflatten(0, (-1, len(query) // self.heads)) for part in (key, value))
         key, value = (part.repeat_interleave(repeat, dim=0).flatten(0, 1) for part in (key, value))  # grouped heads
-        # channels that turn together are halves apart in transformers, and side by side here
+        # rotated channel pairs are half a head apart in transformers, and adjacent here
         query, key = (
             part.unflatten(0, heads).unflatten(1, (2, -1)).transpose(1, 2).flatten(0, 2) for part in (query, key)
         )
@@ -126,13 +126,13 @@ class DistilledHead(nn.Module):
             nn.init.zeros_(table.weight)
 
     def empty(self, rows: int) -> Tensor:
-        """The memory of nothing."""
+        """Return an empty memory."""
         config, like = self.config, self.kinds
         return like.new_zeros(config.layers, 2, rows, config.heads, 0, config.hidden // config.heads)
 
     @torch.no_grad()
     def start_from(self, decoder: Any, mlp_head: tuple[nn.Linear, nn.Linear] | None) -> None:
-        """Start from the first layers of a target's decoder, its last one, and its head, where they have this shape."""
+        """Copy the first layers of a target's decoder, its last layer and its head, if their shapes match."""
         own: Any = self.layers
         others = getattr(decoder, "layers", None)
         if others is None or decoder.config.num_attention_heads != self.config.heads:
@@ -149,10 +149,10 @@ class DistilledHead(nn.Module):
     def forward(
         self, embed: Tensor, kind: Tensor, element: Tensor, memory: Tensor, mask_BTS: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(states (B, T, d) for `logits`, keys and values (layers, 2, B, H, T, E) for the memory) of elements.
+        """Return states (B, T, d) for `logits`, and keys and values (layers, 2, B, H, T, E) for the memory.
 
-        embed (B, T, d): of each one's code or word, any where it is BLANK; kind, element (B, T): those of a prompt are
-        below 0; memory (layers, 2, B, H, S, E); mask as in `DistilledLayer`.
+        embed (B, T, d): of each element's code or word, ignored where it is BLANK; kind, element (B, T): elements of a
+        prompt are negative; memory (layers, 2, B, H, S, E); mask: see `DistilledLayer`.
         """
         x = embed * (kind != BLANK)[..., None] + self.kinds[kind] + self._query(element)
         turn, stored = self._turns(element), []
@@ -162,17 +162,17 @@ class DistilledHead(nn.Module):
         return x, torch.stack(stored)
 
     def logits(self, x_BTd: Tensor) -> Tensor:
-        """Logits (B, T, V) of the codes that elements are asked for, at temperature 1, guidance applied."""
+        """Return logits (B, T, V) of the codes that elements predict, at temperature 1, after guidance."""
         return self.codes(F.gelu(self.inner(self.norm_out(x_BTd)))) * self.config.temperature
 
     def _turns(self, element: Tensor) -> Tensor:
-        """Rotations of elements: (B, T, C)."""
+        """Return rotations of elements, (B, T, C)."""
         size = self.config.hidden // self.config.heads
         table = rotations(BEFORE + self.config.positions, size, self.config.rope_theta, element.device)
         return table[(element + BEFORE).clamp(0, len(table) - 1)]
 
     def _query(self, element: Tensor) -> Tensor:
-        """What says which place elements are asked for, nothing for those of a prompt: (B, T) -> (B, T, d)."""
+        """Return the embedding of the predicted place, zero for elements of a prompt: (B, T) -> (B, T, d)."""
         place = (element + 1).clamp(0, self.config.positions - 1)
-        found = self.row(place // self.config.columns) + self.column(place % self.config.columns)
-        return found * (element >= 0)[..., None]
+        embedded = self.row(place // self.config.columns) + self.column(place % self.config.columns)
+        return embedded * (element >= 0)[..., None]

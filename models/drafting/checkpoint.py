@@ -60,8 +60,8 @@ class DrafterConfig:
     def __post_init__(self):
         known = isinstance(self.structure, dict) and self.structure.keys() <= {"width", "nodes", "tree"}
         if not known or "." in str(self.structure.get("tree")):  # a file name would point outside the folder
-            given = shorten(self.structure)
-            raise ValueError(f"structure: got {given}, expected tree=chain, or a tree such as width=4,nodes=16")
+            shown = shorten(self.structure)
+            raise ValueError(f"structure: got {shown}, expected tree=chain, or a tree such as width=4,nodes=16")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, list):  # from JSON
@@ -165,10 +165,10 @@ def read_config(folder: str | Path, kind: type[Any]) -> Any:
         raise ValueError(f"drafter: {folder} has a {CONFIG} of another kind, expected kind {kind.kind!r}")
     fields = {f.name: f for f in dataclasses.fields(kind.config_class)}
     required = {n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING}
-    strange, missing = sorted(set(data) - set(fields)), sorted(required - set(data))
-    if strange or missing:
-        found = f"the unknown entry {shorten(strange[0])}" if strange else f"no entry {missing[0]!r}"
-        raise ValueError(f"drafter: {CONFIG} of {folder} has {found}, expected {kind.config_class.__name__}")
+    unknown, missing = sorted(set(data) - set(fields)), sorted(required - set(data))
+    if unknown or missing:
+        problem = f"the unknown entry {shorten(unknown[0])}" if unknown else f"no entry {missing[0]!r}"
+        raise ValueError(f"drafter: {CONFIG} of {folder} has {problem}, expected {kind.config_class.__name__}")
     with sentence_of(folder):
         return kind.config_class(**data)
 
@@ -179,8 +179,8 @@ def sentence_of(folder: str | Path) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, RuntimeError, ArithmeticError) as error:
-        said = first_line(error)
-        raise ValueError(said if said.startswith("drafter: ") else f"drafter: {CONFIG} of {folder}: {said}") from None
+        text = first_line(error)
+        raise ValueError(text if text.startswith("drafter: ") else f"drafter: {CONFIG} of {folder}: {text}") from None
 
 
 def read(folder: str | Path, kind: type[Any], check: Callable[[Any], None]) -> Any:
@@ -214,6 +214,6 @@ def write_provenance(folder: str | Path, record: dict[str, Any]) -> None:
 def check_target(config: object, **found: object) -> None:
     """Raise ValueError if the drafter was made for another target: `found` are fields of the configuration."""
     for key, value in found.items():
-        if (wanted := getattr(config, key)) != value:
+        if (expected := getattr(config, key)) != value:
             name = NAMES.get(key, key)
-            raise ValueError(f"drafter: made for a target of {name} {shorten(wanted)}, got a model of {value!r}")
+            raise ValueError(f"drafter: made for a target of {name} {shorten(expected)}, got a model of {value!r}")

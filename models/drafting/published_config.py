@@ -20,11 +20,11 @@ def strip_prefix(tensors: Mapping[str, Value], folder: Path) -> dict[str, Value]
     """Return a drafter's tensors, or their shapes, without the prefixes of wrappers and without `model.`. Raises
     ValueError if two get the same name.
     """
-    found = unwrap_names(tensors, folder)
-    if "model.fc.weight" not in found:
-        return found
-    bare = {name.removeprefix("model."): value for name, value in found.items()}
-    if len(bare) < len(found):
+    stripped = unwrap_names(tensors, folder)
+    if "model.fc.weight" not in stripped:
+        return stripped
+    bare = {name.removeprefix("model."): value for name, value in stripped.items()}
+    if len(bare) < len(stripped):
         raise ValueError(f"checkpoint: {folder} holds tensors with and without 'model.', expected one set of weights")
     return bare
 
@@ -52,14 +52,14 @@ def check_verifier(folder: Path, data: dict, model: PreTrainedModel) -> None:
     named = list_of(object_of(object_of(data.get("speculators_config")).get("verifier")).get("architectures"))
     text = model.config.get_text_config()
     kind, layers = data.get("target_model_type"), data.get("num_target_layers")
-    for name, wanted, *found in (
+    for name, allowed, *actual in (
         ("class", named, type(model).__name__),
         ("model_type", [kind] if kind else [], model.config.model_type, text.model_type),
         ("number of layers", [layers] if layers else [], depth(model)),
     ):
-        if wanted and not any(one in wanted for one in found):
-            got = found[0]
-            raise ValueError(f"drafter: {folder} is made for a target of the {name} {shorten(wanted[0])}, got {got!r}")
+        if allowed and not any(one in allowed for one in actual):
+            got = actual[0]
+            raise ValueError(f"drafter: {folder} is made for a target of the {name} {shorten(allowed[0])}, got {got!r}")
 
 
 def check_ids(folder: Path, ids: Tensor, marked: Tensor, vocab: int) -> None:
@@ -74,23 +74,23 @@ def rope_of(folder: Path, layer: dict) -> tuple[float, dict | None, tuple[int, .
     """Return theta, scaling, M-RoPE sections, whether they are interleaved, and the share of rotated channels, from
     both generations of configurations.
     """
-    given = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
-    given = {name: value for name, value in given.items() if value is not None}
-    theta = given.pop("rope_theta", layer.get("rope_theta", 10000.0))
-    old = given.pop("type", "default")
-    kind = given.pop("rope_type", old)
-    section, interleaved = given.pop("mrope_section", ()), bool(given.pop("mrope_interleaved", False))
+    entries = layer.get("rope_parameters") or layer.get("rope_scaling") or {}
+    entries = {name: value for name, value in entries.items() if value is not None}
+    theta = entries.pop("rope_theta", layer.get("rope_theta", 10000.0))
+    old = entries.pop("type", "default")
+    kind = entries.pop("rope_type", old)
+    section, interleaved = entries.pop("mrope_section", ()), bool(entries.pop("mrope_interleaved", False))
     kind = "default" if kind == "mrope" else kind
     if not isinstance(kind, str) or kind not in ROPE_SCALINGS:
         raise ValueError(f"drafter: rope_scaling of {folder} is {shorten(kind)}, expected {', '.join(ROPE_SCALINGS)}")
-    if missing := sorted(name for name in ROPE_SCALINGS[kind] if name not in given):
+    if missing := sorted(name for name in ROPE_SCALINGS[kind] if name not in entries):
         raise ValueError(f"drafter: rope_scaling of {folder} has no {missing[0]!r}, expected it for {kind!r}")
-    factors = [*ROPE_SCALINGS[kind], *(name for name in OPTIONAL_FACTORS.get(kind, ()) if name in given)]
-    scaling = None if kind == "default" else {"rope_type": kind, **{name: given.get(name) for name in factors}}
-    if given.get("truncate", True) is not True:
-        raise ValueError(f"drafter: truncate of {folder} is {shorten(given['truncate'])}, expected true")
+    factors = [*ROPE_SCALINGS[kind], *(name for name in OPTIONAL_FACTORS.get(kind, ()) if name in entries)]
+    scaling = None if kind == "default" else {"rope_type": kind, **{name: entries.get(name) for name in factors}}
+    if entries.get("truncate", True) is not True:
+        raise ValueError(f"drafter: truncate of {folder} is {shorten(entries['truncate'])}, expected true")
     theta = float(theta) if isinstance(theta, int) else theta
-    partial = given.get("partial_rotary_factor", layer.get("partial_rotary_factor"))
+    partial = entries.get("partial_rotary_factor", layer.get("partial_rotary_factor"))
     partial = 1.0 if partial is None else float(partial) if type(partial) is int else partial
     return theta, scaling, tuple(section), interleaved, partial
 

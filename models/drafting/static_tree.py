@@ -70,7 +70,7 @@ def spread(counts: tuple[int, ...]) -> Paths:
     every rank is SHARE times as likely as the one before.
     """
     above: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
-    found: list[tuple[int, ...]] = []
+    nodes: list[tuple[int, ...]] = []
     for count in counts:
         offers = [
             (-chance * SHARE**rank, place, rank)
@@ -79,8 +79,8 @@ def spread(counts: tuple[int, ...]) -> Paths:
         ]
         chosen = sorted((place, rank, -worth) for worth, place, rank in sorted(offers)[:count])
         above = [((*above[place][0], rank), worth) for place, rank, worth in chosen]
-        found += [path for path, _ in above]
-    return tuple(found)
+        nodes += [path for path, _ in above]
+    return tuple(nodes)
 
 
 @lru_cache(maxsize=256)
@@ -96,14 +96,14 @@ def plan(shape: tuple[int, ...] | Paths, device: str) -> tuple[Tree, list[TreeLe
     levels: list[TreeLevel] = []
     above: list[tuple[int, ...]] = [()]
     for depth in range(1, len(paths[-1]) + 1):
-        here = [path for path in paths if len(path) == depth]
+        level_paths = [path for path in paths if len(path) == depth]
         spot = {path: i for i, path in enumerate(path for path in above if path in opened)}
-        wanted = [i for i, path in enumerate(here) if path in opened]
-        parent, rank = [spot[path[:-1]] for path in here], [path[-1] for path in here]
-        numbers = (torch.tensor(x, dtype=torch.long, device=device) for x in (parent, rank, wanted))
+        inner = [i for i, path in enumerate(level_paths) if path in opened]
+        parent, rank = [spot[path[:-1]] for path in level_paths], [path[-1] for path in level_paths]
+        numbers = (torch.tensor(x, dtype=torch.long, device=device) for x in (parent, rank, inner))
         of_parent, of_rank, of_open = numbers
         levels.append(TreeLevel(of_parent, of_rank, max(rank) + 1, of_open))
-        above = here
+        above = level_paths
     return tree, levels
 
 

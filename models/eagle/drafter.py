@@ -154,11 +154,11 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         following = self._shifted_embeddings(prompt[:, 1:], embeddings)
         dtype = self.trained.dtype
         context = self._context(layout, embeddings.to(dtype), features_BLF.to(dtype))
-        given = following, features_BLF, embeddings, positions, context
+        arguments = following, features_BLF, embeddings, positions, context
         # process the prompt in blocks so that intermediate results stay in the CPU cache
         size = BLOCK if features_BLF.device.type == "cpu" else max(layout.token.shape[1], 1)
         starts = range(0, max(layout.token.shape[1], 1), size)
-        parts = (self.elements(layout.part(start, size), *given)[:2] for start in starts)
+        parts = (self.elements(layout.part(start, size), *arguments)[:2] for start in starts)
         memory = FeatureMemory(self.config.key_heads, self._first(state, attention), state.request.max_new_tokens)
         if self.config.images == "latents" and layout.runs:
             globals_Bd = context[1][layout.last_image.to(context[1].device)]

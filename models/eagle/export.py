@@ -42,10 +42,10 @@ def check_form(config: EagleConfig, form: str) -> None:
     """Raise ValueError if a published form cannot represent a configuration."""
     if form not in FORMS:
         raise ValueError(f"form: got {form!r}, expected one of {', '.join(FORMS)}")
-    wanted = "sum" if form == "eagle" else "split"
+    fusion = "sum" if form == "eagle" else "split"
     seen = ("slots", "embeddings", "none", "latents") if form == "eagle" else ("slots", "placeholders", "none")
-    for name, found, known in (
-        ("fusion", config.fusion, (wanted,)),
+    for name, value, known in (
+        ("fusion", config.fusion, (fusion,)),
         ("images", config.images, seen),
         ("positions", config.positions, ("index" if form == "eagle" else "target",)),
         ("fc_bias", config.fc_bias, (True, False) if form == "eagle" else (False,)),
@@ -59,9 +59,9 @@ def check_form(config: EagleConfig, form: str) -> None:
         ("norm_embedding", config.norm_embedding, (False,)),
         ("ahead", config.ahead, (1,)),
     ):
-        if found not in known:
+        if value not in known:
             expected = ", ".join(map(str, known))
-            raise ValueError(f"form: got a drafter with {name} {found} for {form!r}, expected {expected}")
+            raise ValueError(f"form: got a drafter with {name} {value} for {form!r}, expected {expected}")
     if form == "eagle3" and any(not 0 < i < config.target_layers for i in config.feature_layers):
         raise ValueError(f"form: got feature_layers {config.feature_layers}, expected 1..{config.target_layers - 1}")
     states = config.feature_layers

@@ -295,8 +295,8 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         ids, features = lesson.ids, lesson.features
         layout, following = self._lesson_layout(lesson), self._following(lesson)
         embeddings = lesson.embeddings if lesson.embeddings is not None else features[..., : self.config.hidden]
-        given = layout, following, features, embeddings, self._lesson_positions(lesson)
-        x, turn, context = self.elements(*given, reach=lesson.reach)
+        arguments = layout, following, features, embeddings, self._lesson_positions(lesson)
+        x, turn, context = self.elements(*arguments, reach=lesson.reach)
         first = to_device([whole - own + 1 for whole, own in zip(layout.lengths, lesson.lengths)], ids.device)
         answer = first[:, None] + torch.arange(max(lesson.lengths) - 1, device=ids.device)
         count = to_device([n - 1 for n in lesson.lengths], ids.device)[:, None]

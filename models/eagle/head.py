@@ -44,8 +44,8 @@ def frequencies(config: EagleConfig, device: torch.device | str) -> tuple[Tensor
     scaling, size = config.rope_scaling or {}, config.rotated
     if scaling.get("rope_type", "default") == "default":
         return config.rope_theta ** -(torch.arange(0, size, 2, device=device, dtype=torch.float32) / size), 1.0
-    given = {"rope_theta": config.rope_theta, "partial_rotary_factor": config.partial_rotary_factor, **scaling}
-    layer = LlamaConfig(head_dim=config.head_size, rope_parameters=given)
+    parameters = {"rope_theta": config.rope_theta, "partial_rotary_factor": config.partial_rotary_factor, **scaling}
+    layer = LlamaConfig(head_dim=config.head_size, rope_parameters=parameters)
     return ROPE_INIT_FUNCTIONS[scaling["rope_type"]](layer, device)
 
 

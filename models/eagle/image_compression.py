@@ -72,13 +72,13 @@ class SpecVLMBranches(nn.Module):
         x_RSd = x_RSd * real_RS[..., None]
         spaced_RQS, mean_RQS = shares(real_RS, self.count, x_RSd.dtype)
         convolved_RSd = self.convolution(x_RSd.transpose(1, 2)).transpose(1, 2)
-        found = spaced_RQS @ x_RSd, mean_RQS @ x_RSd, spaced_RQS @ convolved_RSd, self.resampler(x_RSd, real_RS)
+        branches = spaced_RQS @ x_RSd, mean_RQS @ x_RSd, spaced_RQS @ convolved_RSd, self.resampler(x_RSd, real_RS)
         score_R4 = self.gate(question_Rd)
         if self.training:
             chosen_R4 = F.gumbel_softmax(score_R4, hard=True)
         else:
             chosen_R4 = F.one_hot(score_R4.argmax(dim=-1), len(BRANCHES)).to(score_R4)
-        return torch.einsum("rn,nrqd->rqd", chosen_R4, torch.stack(found))
+        return torch.einsum("rn,nrqd->rqd", chosen_R4, torch.stack(branches))
 
 
 def shares(real_RS: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -130,7 +130,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
     def attach(self, target: Family) -> None:
         """Attach as the base class does. Raises ValueError if the target is not an image family."""
         if not isinstance(target, Family):
-            raise ValueError(f"drafter: got the target {type(target).__name__}, expected an ImagePipeline's")
+            raise ValueError(f"drafter: got the target {type(target).__name__}, expected that of an ImagePipeline")
         super().attach(target)
 
     @property
@@ -163,8 +163,8 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         positions = torch.arange(length, device=embeds.device)[None]
         x, turn, places = self.elements(layout, embeds[:, 1:], features, embeds, positions)
         memory = ImageMemory(self.config.key_heads, [p - 1 for p in state.position.tolist()])
-        before, behind = places[:1].expand(length - 1, -1), places[-1:].expand(len(places), -1)
-        memory.places = torch.cat([before, places[1:], behind]).to(self.dtype)
+        before, after = places[:1].expand(length - 1, -1), places[-1:].expand(len(places), -1)
+        memory.places = torch.cat([before, places[1:], after]).to(self.dtype)
         self._begin(state, scores, memory)
         self._read_prompt(state, memory, layout.lengths, [(x, turn)], features[:, -1:])
 
@@ -200,8 +200,8 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         if state.memory.noise is not None:
             state.memory.noise.advance([len(tokens) for tokens in outcome.tokens])
         if self.window is not None:
-            given = state, draft, scores, verdict, outcome
-            state.memory.window = self.window.next_window(state.memory.window, *given)
+            arguments = state, draft, scores, verdict, outcome
+            state.memory.window = self.window.next_window(state.memory.window, *arguments)
 
     def levels(self, state: State, depth: int) -> int:
         if self.window is not None:

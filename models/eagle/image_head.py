@@ -70,7 +70,7 @@ class ImageHead(EagleHead):
         with torch.no_grad():
             for table in (self.row, self.column):
                 table.weight.mul_(0.1)
-            if config.guided:  # initialised to the mixture of the two states, c + (s - 1) (c - u)
+            if config.guided:  # starts as the mixture of the two states, c + (s - 1) (c - u)
                 eye = torch.eye(config.hidden)
                 mixture = torch.cat([eye, (config.guidance - 1) / SPREAD * eye], dim=1)
                 self.reduce.weight.mul_(0.5).add_(mixture)

@@ -161,12 +161,12 @@ class FeatureMemory(PendingInputs):
 
     def join(self, other: FeatureMemory, take: list[int]) -> None:
         """Add rows of another request's memory, in spare rows if there are enough."""
-        rows, wanted = len(self.lengths), len(self.lengths) + len(take)
+        rows, total = len(self.lengths), len(self.lengths) + len(take)
         longest = max(other.lengths[b] for b in take)
         if self.spare >= len(take) and self.kv.shape[1] >= longest:
-            self.move_storage(widen_store(self.kv, wanted), self.spare - len(take))
+            self.move_storage(widen_store(self.kv, total), self.spare - len(take))
         else:
-            self._enlarge(wanted, max(self.kv.shape[1], other.kv.shape[1]))
+            self._enlarge(total, max(self.kv.shape[1], other.kv.shape[1]))
         self.kv[rows:, :longest] = other.kv[:, :longest][take]
         if self.image_bias is not None or other.image_bias is not None:
             self.image_bias = torch.cat([self._image_bias_like(other), other._image_bias_like(self)[take]])

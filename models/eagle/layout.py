@@ -114,7 +114,7 @@ def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
     """
     if asked is not None:
         if not isinstance(asked, bool) or form == "eagle":
-            raise ValueError(f"norm_output: got {shorten(asked)}, expected true or false, of an EAGLE-3 head")
+            raise ValueError(f"norm_output: got {shorten(asked)}, expected true or false for an EAGLE-3 head")
         return {**data, "norm_output": asked}
     if form == "eagle3" and data.get("norm_output") and _architecture(data) not in AUTOMODEL:
         warnings.warn(
@@ -172,8 +172,8 @@ def config_of(
     _check_flags(folder, object_of(data.get("eagle_config")))
     ids = _states(folder, form, data, depth(model), layers)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    stated = {**object_of(data.get("eagle_config")), **data}  # NVIDIA writes norm_before_fc into eagle_config
-    common |= {name: bool(stated.get(name, False)) for name in flags}
+    entries = {**object_of(data.get("eagle_config")), **data}  # NVIDIA writes norm_before_fc into eagle_config
+    common |= {name: bool(entries.get(name, False)) for name in flags}
     common |= SLOTS if common["mrope_section"] and _architecture(data) in ONE_ROW else {}
     return EagleConfig(
         **common,
@@ -230,7 +230,7 @@ def layer_fields(folder: Path, layer: dict, shapes: Mapping[str, tuple[int, ...]
 def _check_layer(folder: Path, layer: dict) -> None:
     """Raise ValueError for a decoder layer that is not supported."""
     sliding = "sliding_attention" in list_of(layer.get("layer_types")) or layer.get("use_sliding_window")
-    for name, found, wanted in (
+    for name, value, expected in (
         ("num_hidden_layers", layer.get("num_hidden_layers"), 1),
         ("hidden_act", layer.get("hidden_act", "silu"), "silu"),
         ("attention_bias", bool(layer.get("attention_bias")), False),
@@ -240,16 +240,16 @@ def _check_layer(folder: Path, layer: dict) -> None:
         ("pretraining_tp", layer.get("pretraining_tp") or 1, 1),
         ("parallel_drafting", bool(layer.get("parallel_drafting")), False),
     ):
-        if found != wanted:
-            raise ValueError(f"drafter: {name} of {folder} is {shorten(found)}, expected {wanted!r}")
+        if value != expected:
+            raise ValueError(f"drafter: {name} of {folder} is {shorten(value)}, expected {expected!r}")
 
 
 def _check_flags(folder: Path, flags: dict) -> None:
     """Raise ValueError for a ModelOpt head that is not an EAGLE-3 head."""
-    for name, wanted in MODELOPT.items():
-        found = flags.get(name)
-        if found is not None and found != wanted:
-            raise ValueError(f"drafter: {name} of {folder} is {shorten(found)}, expected {wanted!r}")
+    for name, expected in MODELOPT.items():
+        value = flags.get(name)
+        if value is not None and value != expected:
+            raise ValueError(f"drafter: {name} of {folder} is {shorten(value)}, expected {expected!r}")
 
 
 def stated_layers(form: str, data: dict, layers: int) -> tuple[Any, str]:
@@ -259,41 +259,41 @@ def stated_layers(form: str, data: dict, layers: int) -> tuple[Any, str]:
     """
     parts = (data, object_of(data.get("dflash_config")), object_of(data.get("eagle_config")))
     own = data.get("target_layer_ids")  # DeepSpec's key, for outputs
-    stated = own or next((part[IDS] for part in parts if part.get(IDS)), None)
-    if not stated:
+    layer_ids = own or next((part[IDS] for part in parts if part.get(IDS)), None)
+    if not layer_ids:
         return (2, layers // 2, layers - 3), "defaults"
-    if form == "eagle3" and (own or next(iter(list_of(stated)), None) in (0, 1)):
-        return stated, "outputs"
-    return stated, "boundary" if layers in list_of(stated) else "inputs"
+    if form == "eagle3" and (own or next(iter(list_of(layer_ids)), None) in (0, 1)):
+        return layer_ids, "outputs"
+    return layer_ids, "boundary" if layers in list_of(layer_ids) else "inputs"
 
 
 def _states(folder: Path, form: str, data: dict, depth: int, asked: Layers | None) -> tuple[int, ...]:
     """Return the hidden states that an EAGLE-3 head reads: those requested, else those stated at the top level or in
     `dflash_config` or `eagle_config`, else (none, or [] as ModelOpt writes) those before layers 2, n / 2 and n - 3.
     """
-    stated, convention = stated_layers(form, data, depth)
-    ids, read = stated, "the default"
+    layer_ids, convention = stated_layers(form, data, depth)
+    ids, read = layer_ids, "the default"
     if convention != "defaults":
-        ids = check_wholes(IDS, stated, 0, depth)
+        ids = check_wholes(IDS, layer_ids, 0, depth)
         read = f"{'outputs' if convention == 'outputs' else 'inputs'} of the layers {list(ids)} named in its config"
     if asked is not None:
         ids, convention, read = _layers_option(asked, depth), "asked", "as requested"
-    given = [i + (convention == "outputs" or i == depth) for i in ids]
-    if wrong := [i for i in given if not (0 <= i < depth or convention == "boundary")]:
-        found = (
+    states = [i + (convention == "outputs" or i == depth) for i in ids]
+    if wrong := [i for i in states if not (0 <= i < depth or convention == "boundary")]:
+        problem = (
             f"no {IDS} for a target of {depth} layers" if read == "the default" else f"a state after layer {wrong[0]}"
         )
-        raise ValueError(f"drafter: {folder} names {found}, expected states before one of its layers 0..{depth - 1}")
-    said = f"{folder.name} reads hidden states {given}: {read}"
-    logger.info("%s", said)
+        raise ValueError(f"drafter: {folder} names {problem}, expected states before one of its layers 0..{depth - 1}")
+    summary = f"{folder.name} reads hidden states {states}: {read}"
+    logger.info("%s", summary)
     if convention in ("outputs", "inputs") and form == "eagle3" and not data.get("target_layer_ids") and ids[0] != 1:
         warnings.warn(
-            f"drafter: {said}. Some trainers count layers differently; to state the hidden states, set"
-            f" {folder.name}:layers={'-'.join(map(str, given))}",
+            f"drafter: {summary}. Some trainers count layers differently; to state the hidden states, set"
+            f" {folder.name}:layers={'-'.join(map(str, states))}",
             RuntimeWarning,
             stacklevel=2,
         )
-    return tuple(given)
+    return tuple(states)
 
 
 def _layers_option(value: Layers, depth: int) -> tuple[int, ...]:
@@ -308,8 +308,8 @@ def _images(folder: Path, stored: str | None, asked: str | None, pictures: bool)
     """Return how a head of the EAGLE-2 form represents images. Its tensors only reveal latents."""
     if stored is not None:
         if not pictures or asked not in (None, stored):
-            found = f"images={asked}" if pictures else "a target that sees no images"
-            raise ValueError(f"drafter: {folder} is a ViSpec head, expected one for pictures with latents, got {found}")
+            problem = f"images={asked}" if pictures else "a target that sees no images"
+            raise ValueError(f"drafter: {folder} is a ViSpec head, which represents images as latents, got {problem}")
         return stored
     if not pictures:
         return "none"

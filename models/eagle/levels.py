@@ -69,17 +69,17 @@ class DraftLevels(nn.Module):
         slot_B, position_B = slot_B + last_B, position_B + last_B
         x_Bd, query_BHE = x_Nd.view(rows, width, -1)[row_B, last_B], qkv[row_B, last_B, :heads]
         feature_Bd = layer.after_attention(x_Bd, query_BHE, partial(attended, at_B=slot_B))
-        found = [self.choose(feature_Bd, numbers_BKV[:, 0], scale)]
+        chosen = [self.choose(feature_Bd, numbers_BKV[:, 0], scale)]
         for level in range(1, GROUP):
             slot_B, position_B = slot_B + 1, position_B + 1
             feature_Bd = feature_Bd[..., -size:]  # the last one, if the head predicts several features
-            x_Bd = layer.join(found[-1][:, None], feature_Bd[:, None], shift_Bd[:, None])
+            x_Bd = layer.join(chosen[-1][:, None], feature_Bd[:, None], shift_Bd[:, None])
             qkv = layer.project(x_Bd, rows, 1, turns_PC2[position_B][:, None])
             kv_BSHE[row_B, slot_B] = qkv[:, 0, heads:]
             feature_Bd = layer.after_attention(x_Bd, qkv[:, 0, :heads], partial(attended, at_B=slot_B))
-            found.append(self.choose(feature_Bd, numbers_BKV[:, level], scale))
+            chosen.append(self.choose(feature_Bd, numbers_BKV[:, level], scale))
         offsets_3B = torch.stack([torch.ones_like(count_B), slot_B + 1, position_B + 1])
-        return torch.stack(found, dim=1), feature_Bd[:, None, -size:], offsets_3B
+        return torch.stack(chosen, dim=1), feature_Bd[:, None, -size:], offsets_3B
 
     def choose(self, feature_Bd: Tensor, numbers_BV: Tensor, scale: Tensor) -> Tensor:
         """Return the ids (B,) chosen after a feature."""
@@ -121,14 +121,14 @@ class DraftCalls:
         numbers_BTV, scale = self._numbers(state, length)
         offsets_3B = to_device([counts, memory.lengths, memory.positions], token_BT.device)
         fixed = self._fixed(memory, memory.kv, token_BT.shape[1] + length, feature_BTd)
-        found = []
+        chosen = []
         for start in range(0, length, GROUP):
-            given = map(contiguous_copy, (token_BT, feature_BTd, numbers_BTV[:, start : start + GROUP]))
-            ids_BK, feature_BTd, offsets_3B = self._called(memory, *given, offsets_3B, *fixed, scale)
-            found.append(ids_BK)
+            inputs = map(contiguous_copy, (token_BT, feature_BTd, numbers_BTV[:, start : start + GROUP]))
+            ids_BK, feature_BTd, offsets_3B = self._called(memory, *inputs, offsets_3B, *fixed, scale)
+            chosen.append(ids_BK)
             token_BT = ids_BK[:, -1:]
         memory.advance(counts)
-        return torch.cat(found, dim=1)[:, :depth]
+        return torch.cat(chosen, dim=1)[:, :depth]
 
     def _block(self, token_BT: Tensor, feature_BTd: Tensor) -> tuple[Tensor, Tensor]:
         """Pad the queued elements for a call."""
@@ -168,7 +168,7 @@ class CompiledDrafter(DraftCalls, CompiledFunctions):
         super().__init__(drafter)
         self.call = self.compile(self.levels.forward)
         if self.layer.packed():
-            self.refuse("a packed LM head")
+            self.refuse("a quantized LM head")
 
     def fits(self, state: State, more: int) -> bool:
         """Whether the next draft of a request uses the compiled graphs, which the first long request builds."""
@@ -185,8 +185,8 @@ class CompiledDrafter(DraftCalls, CompiledFunctions):
                 block = state.pending[:, None].expand(-1, width), feature_BTd.expand(-1, width, -1), numbers_BKV
                 offsets_3B = to_device([[width] * rows, memory.lengths, memory.positions], numbers_BKV.device)
                 fixed = self._fixed(memory, memory.kv.clone(), width + GROUP, feature_BTd)
-                given = (*map(contiguous_copy, block), offsets_3B, *fixed, scale)
-                want, got = (function(*given)[1].float() for function in (self.levels, self.call))
+                inputs = (*map(contiguous_copy, block), offsets_3B, *fixed, scale)
+                want, got = (function(*inputs)[1].float() for function in (self.levels, self.call))
                 close(got, want, feature_BTd.dtype)
 
 
@@ -200,16 +200,16 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
     def fits(self, state: State, more: int) -> bool:
         """Whether the next draft of a request, of `more` elements, uses CUDA graphs."""
         memory: FeatureMemory = state.memory
-        wanted = self.bucket(memory.end + more)
+        room = self.bucket(memory.end + more)
         device = memory.kv.device
-        if self.refused or wanted is None or self.recorder(device) is None or not (self.fixed and maximal(state)):
+        if self.refused or room is None or self.recorder(device) is None or not (self.fixed and maximal(state)):
             return False
         if not (self.recordings or self.due(state.request)) or torch.is_autocast_enabled(device.type):
             return False
         with REPLAYING:
             try:
                 kept = memory.lease
-                memory.lease, (kv,) = self.acquire(kept, [memory.kv], 1, memory.end, wanted, stream(device))
+                memory.lease, (kv,) = self.acquire(kept, [memory.kv], 1, memory.end, room, stream(device))
                 if memory.lease is not kept:
                     memory.move_storage(kv, memory.lease.stores.kind[0] - len(kv))
             except Exception as error:
@@ -230,24 +230,24 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
     def _called(self, memory: FeatureMemory, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         token_BT, feature_BTd, numbers_BKV, offsets_3B, kv_BSHE, _, turns_PC2, shift_Bd, scale = given
         assert memory.lease is not None
-        held = [token_BT, feature_BTd, numbers_BKV, offsets_3B, shift_Bd, scale]
+        args = [token_BT, feature_BTd, numbers_BKV, offsets_3B, shift_Bd, scale]
         weights = (turns_PC2, *self.layer.embed.parameters(), *self.layer.lm_head.parameters())
-        key = (memory.lease.stores.number, *(x.data_ptr() for x in weights), *((tuple(x.shape), x.dtype) for x in held))
+        key = (memory.lease.stores.number, *(x.data_ptr() for x in weights), *((tuple(x.shape), x.dtype) for x in args))
         with REPLAYING, torch.cuda.device_of(kv_BSHE):
             if self.refused:
                 return self._plain(*given)
             try:
-                made = self.recordings.pop(key, None)
-                if made is None:
-                    made = self._record(held, kv_BSHE, weights)
+                recording = self.recordings.pop(key, None)
+                if recording is None:
+                    recording = self._record(args, kv_BSHE, weights)
                 else:
-                    made.fill(held)
-                    made.replay()
+                    recording.fill(args)
+                    recording.replay()
             except Exception as error:
                 self._fail(error)
                 return self._plain(*given)
-            self.recordings[key] = made
-            ids_BK, feature_B1d, offsets_3B = made.output
+            self.recordings[key] = recording
+            ids_BK, feature_B1d, offsets_3B = recording.output
             return ids_BK.clone(), feature_B1d.clone(), offsets_3B.clone()
 
     def _plain(self, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,11 +266,11 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
         self.make_room()
         record = self.recorder(kv_BSHE.device)
         assert record is not None
-        made = Recording([*inputs, *weights], *record(call))  # holding the weights keeps their addresses valid
-        made.replay()
-        close(made.output[1].float(), want, kv_BSHE.dtype)
+        recording = Recording([*inputs, *weights], *record(call))  # holding the weights keeps their addresses valid
+        recording.replay()
+        close(recording.output[1].float(), want, kv_BSHE.dtype)
         self.graphs += 1
-        return made
+        return recording
 
     def _fail(self, error: Exception) -> None:
         self.refuse(f"drafts of {self.name} run without CUDA graphs: {one_line(error)}")

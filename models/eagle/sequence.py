@@ -118,7 +118,7 @@ def extend(layout: PromptLayout, prompt_length: int, answers: list[int]) -> Prom
 
 
 def compress(head: EagleHead, embeddings_BLd: Tensor, layout: PromptLayout) -> tuple[Tensor, Tensor]:
-    """Latents (1 + R * latents, d) and global vectors (1 + R, d) of all runs; entry 0 of both is zero."""
+    """Return latents (1 + R * latents, d) and global vectors (1 + R, d) of all runs; entry 0 of both is zero."""
     zero = embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1])
     if not layout.runs:
         return zero, zero
@@ -177,5 +177,5 @@ def positions_at(positions: Tensor, layout: PromptLayout, rows: int, section: tu
         positions = positions[-3:] if section else positions[0]
     positions = positions.expand(*positions.shape[:-2], rows, positions.shape[-1])
     index = layout.slot.to(positions.device)
-    found = positions.gather(-1, index.expand(*positions.shape[:-1], index.shape[-1]))
-    return found.expand(3, *found.shape) if section and found.dim() == 2 else found
+    gathered = positions.gather(-1, index.expand(*positions.shape[:-1], index.shape[-1]))
+    return gathered.expand(3, *gathered.shape) if section and gathered.dim() == 2 else gathered

@@ -1,8 +1,8 @@
-"""Emu3-Gen: stock `Emu3ForConditionalGeneration`. (Wang et al. 2024; transformers `emu3`.)
+"""Emu3-Gen on stock `Emu3ForConditionalGeneration`. (Wang et al. 2024; transformers `emu3`.)
 
-An image is rows of codes, each closed by a row end, then the ids for end of frame, end of image and end of text, as
-the `prefix_allowed_tokens_fn` on transformers' page of this model fixes them. Its guidance mixes log-softmax values:
-the same distribution as mixed logits, as each branch's normaliser only shifts them.
+An image consists of rows of codes, each followed by a row end, then the ids for end of frame, end of image and end of
+text, as fixed by the `prefix_allowed_tokens_fn` on transformers' page of this model. Its guidance mixes log-softmax
+values: the same distribution as with mixed logits, because each branch's normalizer only shifts them.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from visspec.models.image_codes.target import (
 )
 from visspec.types import Processor, Sampling
 
-NEGATIVE = (  # the authors' own, see the model's card
+NEGATIVE = (  # the authors' own negative prompt, see the model card
     "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality,"
     " low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
 )
 
 
 class Emu3(Family):
-    """Prompts name the size and end with the image wrapper token. `negative` is the text of the other branch, where a
-    call has none of its own.
+    """Prompts state the size and end with the image wrapper token. `negative` is the default negative prompt.
 
-    `processor` is an `Emu3Processor`, or anything that takes texts as it does and whose `tokenizer` knows the ids.
+    `processor` is an `Emu3Processor`, or anything that takes texts in the same way and whose `tokenizer` has the ids.
     """
 
-    side = 720  # pixels, where no size is given
+    side = 720  # default size in pixels
 
     def __init__(self, model: PreTrainedModel, processor: Processor, negative: str = NEGATIVE):
         self.model, self.processor, self.name, self.negative = model, processor, model.config.model_type, negative
@@ -64,13 +63,13 @@ class Emu3(Family):
     ) -> EncodedPrompt:
         layout, count = layout or self.layout(), len(texts)
         others = [self.negative] * count if negative is None else negative
-        # the size goes into the negative prompt too, as the authors do; transformers' page leaves it out
+        # the authors put the size into the negative prompt, too; transformers' page leaves it out
         batch = self._tokenize([*texts, *others] if guided else texts, layout)
         ids, attention = batch["input_ids"], batch["attention_mask"].bool()
         return self.from_ids(ids[:count], attention[:count], layout, ids[count:], attention[count:])
 
     def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: object) -> Tensor:
-        given = self._tokenize(texts, layout)
+        inputs = self._tokenize(texts, layout)
         guidance: dict[str, Any] = {"guidance_scale": sampling.guidance}
         if sampling.guidance != 1.0:
             negative = self._tokenize([self.negative] * len(texts), layout)
@@ -78,7 +77,7 @@ class Emu3(Family):
                 "negative_prompt_ids": negative["input_ids"],
                 "negative_prompt_attention_mask": negative["attention_mask"],
             }
-        return generate_codes(self.model, self.vocabulary, given, layout, sampling, **guidance, **options)
+        return generate_codes(self.model, self.vocabulary, inputs, layout, sampling, **guidance, **options)
 
     def _tokenize(self, texts: list[str], layout: ImageLayout) -> dict[str, Tensor]:
         rows, columns = layout.grid
@@ -100,7 +99,7 @@ class Emu3(Family):
         negative: Tensor | None = None,
         negative_attention: Tensor | None = None,
     ) -> EncodedPrompt:
-        """From ids (B, L) and negative ids (B, L') as stock `generate` takes them; none, or (0, L'): no guidance."""
+        """Build the prompt from ids (B, L) and negative ids (B, L') as in `generate`; None or (0, L'): unguided."""
         rows = [row[real].tolist() for row, real in zip(ids, attention.bool())]
         if negative is not None:
             real = torch.ones_like(negative) if negative_attention is None else negative_attention

@@ -1,9 +1,9 @@
-"""GLM-Image, the autoregressive stage: stock `GlmImageForConditionalGeneration`. (Z.ai 2025; transformers `glm_image`.)
+"""GLM-Image's autoregressive stage on stock `GlmImageForConditionalGeneration`. (Z.ai 2025; transformers `glm_image`.)
 
-From texts it draws a small grid of codes, then the large one, then an end marker. Position ids are cells of those
-grids, from the model's own function. Its codes become pixels in diffusers' `GlmImagePipeline`, a diffusion model.
+From a text it generates a small grid of codes, then the large one, then an end marker. Position ids are cells of those
+grids, computed by the model's own function. diffusers' `GlmImagePipeline`, a diffusion model, decodes codes to pixels.
 
-Lengths: r rows and c columns of the grid, P = 32 pixels a code.
+Shapes: r rows and c columns of the grid, P = 32 pixels per code.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from transformers import PreTrainedModel
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout, Vocabulary, generate_codes
 from visspec.types import FREE, Processor, Sampling
 
-FACTOR = 32  # pixels per code, along a side; fixed in the model's processor
-PREVIEW = 16  # codes along a side of a square preview
+FACTOR = 32  # pixels per code along one side; fixed in the model's processor
+PREVIEW = 16  # codes along one side of a square preview
 
 
 class GlmImage(Family):
-    """`processor` is a `GlmImageProcessor`; its `target_h` and `target_w` are the size where none is given.
+    """`processor` is a `GlmImageProcessor`; its `target_h` and `target_w` are the default size.
 
-    diffusion: what turns codes into pixels, diffusers' `GlmImagePipeline`, or `functools.partial(pipeline,
-    num_inference_steps=30)`. Without it there are codes alone. It draws each image alone, with the image's seed.
+    diffusion: decodes codes to pixels; diffusers' `GlmImagePipeline`, or `functools.partial(pipeline,
+    num_inference_steps=30)`. Without it only codes are available. It decodes images one at a time, with their seeds.
     """
 
     guided = False
-    no_pixels = "the codes of GLM-Image become pixels in diffusers' GlmImagePipeline, parts={'diffusion': pipeline}"
+    no_pixels = "the codes of GLM-Image need diffusers' GlmImagePipeline, parts={'diffusion': pipeline}"
 
     def __init__(self, model: PreTrainedModel, processor: Processor, diffusion: Callable[..., Any] | None = None):
         if diffusion is not None:
@@ -40,7 +40,7 @@ class GlmImage(Family):
         self.model, self.processor, self.name = model, processor, config.model_type
         self.decoder = model.model.language_model
         self.codes, self.grammar = config.vq_config.num_embeddings, 1
-        # the head also knows ids that are neither codes nor the end; they are not part of an image
+        # the head also has ids that are neither codes nor the end marker; they are never part of an image
         ids = torch.cat([torch.arange(self.codes), torch.tensor([config.image_end_token_id])])
         self.vocabulary = Vocabulary(ids, self.codes)
         self.codebook = F.normalize(model.model.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
@@ -49,11 +49,11 @@ class GlmImage(Family):
         usual: list[int] = [getattr(self.processor, name, 1024) for name in ("target_h", "target_w")]
         height, width = height or usual[0], width or usual[1]
         if height % FACTOR or width % FACTOR or not all(self._preview(height, width)):
-            raise ValueError(f"height, width: got {height} x {width}, expected multiples of {FACTOR}, not too narrow")
+            raise ValueError(f"height, width: got {height} x {width}, expected multiples of {FACTOR} in a wider shape")
         return self.grids((height // FACTOR, width // FACTOR), self._preview(height, width))
 
     def grids(self, grid: tuple[int, int], preview: tuple[int, int]) -> ImageLayout:
-        """The layout of an image grid after a preview grid, both (rows, columns)."""
+        """Return the layout of an image grid after a preview grid, both (rows, columns)."""
         before, count = preview[0] * preview[1], grid[0] * grid[1]
         return ImageLayout(grid, torch.tensor([FREE] * (before + count) + [self.codes]), before)
 
@@ -80,10 +80,10 @@ class GlmImage(Family):
         return {name: value.to(self.decoder.device) for name, value in batch.items()}
 
     def from_inputs(self, inputs: dict[str, Tensor]) -> EncodedPrompt:
-        """From what stock `generate` takes: input_ids, attention_mask, image_grid_thw, images_per_sample."""
+        """Build the prompt from generate's inputs: input_ids, attention_mask, image_grid_thw, images_per_sample."""
         ids, attention = inputs["input_ids"], inputs["attention_mask"]
         model = self.model.model
-        kept = model._cached_decode_position_ids, model._prefill_len  # the function leaves its results in the model
+        kept = model._cached_decode_position_ids, model._prefill_len  # the function below overwrites them
         seen_ABL, _ = model.get_rope_index(
             ids,
             image_grid_thw=inputs["image_grid_thw"],
@@ -96,7 +96,7 @@ class GlmImage(Family):
         return EncodedPrompt(ids, self.model.get_input_embeddings()(ids), attention.bool(), positions)
 
     def render(self, tokens: Tensor, layout: ImageLayout, texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
-        """(B, r c) codes -> (B, 3, r P, c P), by `diffusion`. It reads each code four times, as a square."""
+        """Decode codes (B, r c) to (B, 3, r P, c P) with `diffusion`, which takes each code four times, as a square."""
         if self.diffusion is None:
             return self.pixels(tokens, layout)
         rows, columns = layout.grid

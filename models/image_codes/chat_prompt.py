@@ -54,9 +54,9 @@ class ChatPromptFamily(Family):
             return self.from_ids(batch["input_ids"], batch["attention_mask"].bool(), guided)
         batch, count = self._tokenize([*texts, *negative]), len(texts)
         (ids, other), (seen, real) = (x.split(count) for x in (batch["input_ids"], batch["attention_mask"].bool()))
-        worded_B1 = torch.tensor([[bool(text.strip())] for text in negative], device=ids.device)
-        other = torch.where(worded_B1, other, self._without_words(ids))
-        return self.from_ids(ids, seen, guided, other, torch.where(worded_B1, real, seen))
+        has_words_B1 = torch.tensor([[bool(text.strip())] for text in negative], device=ids.device)
+        other = torch.where(has_words_B1, other, self._without_words(ids))
+        return self.from_ids(ids, seen, guided, other, torch.where(has_words_B1, real, seen))
 
     def _tokenize(self, texts: list[str]) -> dict[str, Tensor]:
         batch = self.require_processor()(text=texts, generation_mode="image", padding=True, return_tensors="pt")

@@ -64,8 +64,8 @@ def check_grid(rows: int, columns: int, request: Request) -> None:
     grid = request.grid
     stride = None if grid is None else request.max_new_tokens // grid[0]
     if grid is None or (grid[0], stride) != (rows, columns):
-        found = None if grid is None else (grid[0], stride)
-        raise ValueError(f"grid: got {found}, expected {(rows, columns)}, which it was trained on")
+        actual = None if grid is None else (grid[0], stride)
+        raise ValueError(f"grid: got {actual}, expected {(rows, columns)}, the drafter's training size")
 
 
 def warn_of_guidance(taught: float, scale: float) -> bool:

@@ -203,7 +203,7 @@ class Family:
         if self.processor is None:
             raise ValueError(
                 f"processor: got None, expected that of {self.name} (transformers.AutoProcessor), or anything that"
-                " turns texts into ids as it does"
+                " turns texts into ids in the same way"
             )
         return self.processor
 
@@ -242,7 +242,7 @@ class Family:
         room = getattr(self.decoder.config, "max_position_embeddings", None)
         needed = prompt.ids.shape[1] + layout.positions
         if room is not None and needed > room:
-            raise ValueError(f"prompt: got {needed} tokens with those of the image, expected at most {room}")
+            raise ValueError(f"prompt: got {needed} tokens including the image's, expected at most {room}")
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raise ValueError for settings that have no meaning for the model."""
@@ -331,7 +331,7 @@ def generate_codes(
 
 
 def left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Left-pad ids of unequal lengths to one tensor (R, L). Returns it with the mask of real ids (R, L)."""
+    """Left-pad ids of unequal lengths. Returns them as one tensor (R, L), and the mask of real ids (R, L)."""
     length = max(map(len, rows))
     ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=device)
     first = torch.tensor([length - len(row) for row in rows], device=device)
@@ -455,8 +455,8 @@ class ImageAR(RunningTarget):
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """Run one pass over all nodes of all rows and their guidance rows. Returns scores for (B, N)."""
-        found = self._recorded_pass(state, draft)
-        hidden = self._eager(state, draft) if found is None else found
+        replayed = self._recorded_pass(state, draft)
+        hidden = self._eager(state, draft) if replayed is None else replayed
         return self._scores(state, draft, hidden, hidden[:, : draft.tree.size])
 
     def _eager(self, state: State, draft: Draft) -> Tensor:
@@ -477,8 +477,8 @@ class ImageAR(RunningTarget):
         def forward(cache: SlotLayers, attention: AttentionInputs, embeds: Tensor, places: Tensor) -> tuple[Tensor]:
             return (self._run(embeds, attention, places.movedim((0, 1), (-2, -1)), cache),)
 
-        found = self.replayed(state, given, forward, lambda: self._eager(state, draft))
-        return None if found is None else found[0]
+        outputs = self.replayed(state, given, forward, lambda: self._eager(state, draft))
+        return None if outputs is None else outputs[0]
 
     def record(self, asked: bool | None) -> None:
         decoder = self.family.decoder

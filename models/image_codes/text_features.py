@@ -30,9 +30,9 @@ class T5Features:
 
     @torch.no_grad()
     def __call__(self, texts: list[str]) -> tuple[Tensor, Tensor]:
-        given = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(self.encoder.device)
-        found = self.encoder(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
-        return found.last_hidden_state, given["attention_mask"].bool()
+        batch = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(self.encoder.device)
+        output = self.encoder(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"])
+        return output.last_hidden_state, batch["attention_mask"].bool()
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Move or cast the encoder."""

@@ -1,8 +1,8 @@
-"""Infinity's transformers and autoencoders as published: safetensors, converted from `infinity_*.pth`, the shards of
-the 8B model and `infinity_vae_*.pth` (`visspec convert`).
+"""Infinity's published transformers and autoencoder: safetensors, converted from `infinity_*.pth`, the shards of the 8B
+model and `infinity_vae_*.pth` (`visspec convert`).
 
-Blocks may lie in chunks (`block_chunks.c.module.i`), as in all released models, or not (`blocks.n`). Convolutions and
-norms of the autoencoder may lie in wrappers (`conv1.conv`, `norm1.norm`) or not; the authors' own reader takes both.
+Blocks may be in chunks (`block_chunks.c.module.i`), as in all released models, or not (`blocks.n`). Convolutions and
+norms of the autoencoder may be in wrappers (`conv1.conv`, `norm1.norm`) or not; the authors' own code reads both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from visspec.models.scales.bsq import BSQVAE, BSQShape
 from visspec.models.scales.multiscale import ScaleSizes
 
 CHUNK = r"block_chunks\.(\d+)\.module\.(\d+)\."
-# follow from the scales
+# these follow from the scales
 NOT_WEIGHTS = r"(lvl_1L|attn_bias_for_masking|Infinity_visible_kvlen|Infinity_invisible_qlen)$"
 NOT_VAE_WEIGHTS = r"quantizer?\.lfq\.mask$"  # powers of two
 UNWRAPPED = [
@@ -30,14 +30,14 @@ UNWRAPPED = [
 
 
 def load_infinity(path: str | Path, scales: ScaleSizes | None = None) -> Infinity:
-    """An Infinity network from a .safetensors file or a folder of them.
+    """Load an Infinity network from a .safetensors file or a folder of them.
 
-    scales: the size and shape of its images, which weights do not tell; default `infinity.schedule()`, square images of
-    a megapixel.
+    scales: size and shape of its images, which the weights do not contain; default `infinity.schedule()`, square images
+    of a megapixel.
     """
     weights = Weights.read(path, dropped=NOT_WEIGHTS)
     places = {(int(match[1]), int(match[2])) for match in map(re.compile(CHUNK).match, weights) if match}
-    each = max((place for _, place in places), default=-1) + 1  # blocks of a chunk
+    each = max((place for _, place in places), default=-1) + 1  # blocks per chunk
     weights = weights.renamed([(f"^{CHUNK}", lambda match: f"blocks.{int(match[1]) * each + int(match[2])}.")])
     return weights.load(Infinity(config_of(weights, scales or schedule())))
 
@@ -61,17 +61,17 @@ def config_of(weights: Weights, scales: ScaleSizes) -> InfinityConfig:
 
 
 def load_infinity_vae(path: str | Path, patch: int = 1) -> BSQVAE:
-    """Infinity's autoencoder from safetensors. patch: 2 for the 8B model's (`d56_f8_14_patchify`)."""
+    """Load Infinity's autoencoder from safetensors. patch: 2 for the 8B model's (`d56_f8_14_patchify`)."""
     weights = Weights.read(path, UNWRAPPED, NOT_VAE_WEIGHTS)
     bits = weights.shape("decoder.conv_in.weight", 4)[1]
     return load_stock(weights, BSQVAE(BSQShape(bits, *weights.encoder(), patch)))
 
 
 def published(weights: Path, vq: Path, size: int = 1024) -> InfinityImageModel:
-    """An Infinity with its autoencoder, of published files. size: of its square images, pixels along a side."""
+    """Build an Infinity with its autoencoder from published files. size: side of its square images, in pixels."""
     pixels = {16 * GRIDS[1.0][count - 1][0]: name for name, count in COUNTS.items()}
     if size not in pixels:
-        raise ValueError(f"size: got {size}, expected pixels of a side, {', '.join(map(str, pixels))}")
+        raise ValueError(f"size: got {size}, expected a side in pixels, {', '.join(map(str, pixels))}")
     net, bits = load_infinity(weights, schedule(1.0, pixels[size])), load_infinity_vae(vq).shape.bits
     codec = load_infinity_vae(vq, patch=math.isqrt(net.config.code_size // bits))
     network = {name: value for name, value in vars(net.config).items() if name != "scales"}

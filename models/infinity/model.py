@@ -1,4 +1,4 @@
-"""An Infinity with its autoencoder in one folder, as transformers writes folders."""
+"""Folder with an Infinity and its autoencoder, in transformers' layout."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from visspec.models.scales.multiscale import ScaleSizes
 
 
 class InfinityImageConfig(PartsConfig):
-    """network: sizes, as in `InfinityConfig`, with `grids` for its scales. codec: as in `BSQShape`."""
+    """network: sizes, see `InfinityConfig`, with `grids` for its scales. codec: see `BSQShape`."""
 
     model_type = "infinity_image"
 
     @property
     def sizes(self) -> InfinityConfig:
-        """The network's."""
+        """The network's configuration."""
         fields = dict(self.network)
         scales = ScaleSizes(tuple((rows, columns) for rows, columns in fields.pop("grids")))
         reach = fields.pop("reach", None)
@@ -23,7 +23,7 @@ class InfinityImageConfig(PartsConfig):
 
 
 class InfinityImageModel(OwnImageModel):
-    """`net` draws maps of bits, `codec` turns them into pictures and back."""
+    """`net` generates bit maps; `codec` converts between them and images."""
 
     config_class = InfinityImageConfig
     base_model_prefix = "net"

@@ -1,13 +1,13 @@
-"""Infinity's transformer: all bits of a scale at once, given the scales before it and a text. (arXiv 2412.04431)
+"""Infinity's transformer: all bits of a scale at once, given the earlier scales and a text. (arXiv 2412.04431)
 
-VAR's block (`var.network`) with another place and another condition. A position holds a row of bits, each with a
-classifier of two logits. Queries and keys are rotated by the position's row and column, stretched to the finest grid
-of the full schedule, so positions of all scales that lie at one spot are rotated alike. Every block attends to
-features of the text (T5's), and their attentive pooling modulates its norms and is the first scale's input.
-Parameters have their published names, blocks without the chunks that training filed them in.
+It is VAR's block (`var.network`) with different positions and a different condition. A position holds a row of bits,
+each with a classifier of two logits. Queries and keys are rotated by the position's row and column, stretched to the
+finest grid of the full schedule, so that positions of all scales at the same spot are rotated alike. Every block
+attends to features of the text (T5's), whose attentive pooling modulates its norms and is the first scale's input.
+Parameters have their published names, without the chunks that the blocks were stored in for training.
 
 Shapes: R rows, Q positions of a pass, L positions of an image, C width, H heads, E head size, T text tokens, F features
-of one, n bits of a position.
+per token, n bits of a position.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from visspec.models.layers import GeluMLP, rotate
 from visspec.models.scales.blocks import EPSILON, Attend, ModulatedNorm, NextScale, VARAttention, norm
 from visspec.models.scales.multiscale import ScaleSizes
 
-BASE = 10000.0  # of rotations
-LONGEST = 512  # text tokens
-GUIDANCE = 3.0  # of the published commands
-GRIDS = {  # by height over width: grids of the published models of a megapixel, 16 pixels a position
+BASE = 10000.0  # base of the rotary frequencies
+LONGEST = 512  # maximum text tokens
+GUIDANCE = 3.0  # from the published commands
+GRIDS = {  # by height over width: grids of the published megapixel models, 16 pixels per position
     1.0: ((1, 1), (2, 2), (4, 4), (6, 6), (8, 8), (12, 12), (16, 16), (20, 20), (24, 24), (32, 32), (40, 40), (48, 48),
           (64, 64)),
     1.25: ((1, 1), (2, 2), (3, 3), (5, 4), (10, 8), (15, 12), (20, 16), (25, 20), (30, 24), (35, 28), (45, 36),
@@ -46,25 +46,25 @@ GRIDS = {  # by height over width: grids of the published models of a megapixel,
     3.0: ((1, 1), (2, 2), (6, 2), (9, 3), (15, 5), (21, 7), (27, 9), (36, 12), (45, 15), (54, 18), (72, 24), (90, 30),
           (111, 37)),
 }  # fmt: skip
-COUNTS = {"0.06M": 7, "0.25M": 10, "0.60M": 12, "1M": 13}  # scales of an image of so many pixels
+COUNTS = {"0.06M": 7, "0.25M": 10, "0.60M": 12, "1M": 13}  # number of scales for an image of so many pixels
 
 
 def schedule(ratio: float = 1.0, pixels: str = "1M") -> ScaleSizes:
-    """Published scales of the shape nearest to `ratio` (height over width). Raises ValueError for other `pixels`."""
+    """Return the published scales closest to `ratio` (height over width). Raises ValueError for other `pixels`."""
     if pixels not in COUNTS:
         raise ValueError(f"pixels: got {pixels!r}, expected one of {', '.join(COUNTS)}")
     return ScaleSizes(min(_shapes(), key=lambda shape: abs(shape[0] - ratio))[1][: COUNTS[pixels]])
 
 
 def _shapes() -> list[tuple[float, tuple[tuple[int, int], ...]]]:
-    """Every published shape: upright ones and, turned, flat ones."""
+    """Return every published shape: the upright ones and the same in landscape."""
     flat = [(1 / ratio, tuple((columns, rows) for rows, columns in grids)) for ratio, grids in GRIDS.items()]
     return [*GRIDS.items(), *flat[1:]]
 
 
 def reach_of(scales: ScaleSizes) -> tuple[int, int]:
-    """The grid that positions are stretched to: the finest of the megapixel schedule which these scales begin, or
-    their own finest for scales that are not published.
+    """Return the grid that positions are stretched to: the finest of the megapixel schedule that begins with these
+    scales, or their own finest for unpublished scales.
     """
     begun = [grids[-1] for _, grids in _shapes() if scales.grids == grids[: len(scales)]]
     return begun[0] if begun and len(scales) in COUNTS.values() else scales.grids[-1]
@@ -72,12 +72,12 @@ def reach_of(scales: ScaleSizes) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class InfinityConfig:
-    """Sizes. code_size: bits of a position. text: features of a text token. pool: heads of the text's pooling. longest:
-    text tokens at most. levels: scales at most. reach: see `reach_of`, the default.
+    """Sizes of the network. code_size: bits per position. text: features per text token. pool: heads of the text
+    pooling. longest: maximum text tokens. levels: maximum scales. reach: by default, see `reach_of`.
     """
 
-    ALIKE: ClassVar = ("scales", "code_size", "text")  # of models that draw the same maps of the same prompts
-    codes: ClassVar = 2  # of a classifier
+    ALIKE: ClassVar = ("scales", "code_size", "text")  # equal in models with the same maps and prompts
+    codes: ClassVar = 2  # classes per bit
 
     width: int
     depth: int
@@ -88,19 +88,19 @@ class InfinityConfig:
     pool: int = 16
     longest: int = LONGEST
     levels: int = 15
-    hidden: int | None = None  # of the blocks' MLPs; default 4 width
+    hidden: int | None = None  # width of the blocks' MLPs; default 4 width
     reach: tuple[int, int] | None = None
 
     def __post_init__(self):
         if len(self.scales) > self.levels or self.scales.sizes[0] != 1:
-            found = f"{len(self.scales)} beginning with {self.scales.sizes[0]} positions"
-            raise ValueError(f"scales: got {found}, expected at most {self.levels}, beginning with one position")
+            actual = f"{len(self.scales)} beginning with {self.scales.sizes[0]} positions"
+            raise ValueError(f"scales: got {actual}, expected at most {self.levels}, beginning with one position")
 
 
 @dataclass(frozen=True, eq=False)
 class Texts:
-    """Prompts of R rows: features (R, T, F), which are real (R, T), and where they are to be replaced by a model's own
-    for no text, as long (R,).
+    """Prompts of R rows: features (R, T, F), a mask of real tokens (R, T), and which rows use the model's own features
+    for "no text", of the same length (R,).
     """
 
     features: Tensor
@@ -113,7 +113,7 @@ class Texts:
 
 @dataclass(frozen=True, eq=False)
 class TextConditions:
-    """What a model has made of texts: pooled (R, C), features (R, T, C), which are real (R, 1, 1, T)."""
+    """Text conditions: pooled (R, C), features (R, T, C), mask of real tokens (R, 1, 1, T)."""
 
     pooled: Tensor
     text: Tensor
@@ -143,14 +143,14 @@ class TextAttention(nn.Module):
 
 
 class Pooling(TextAttention):
-    """One learned query of each head."""
+    """Attention pooling with one learned query per head."""
 
     def __init__(self, width: int, heads: int, text: int):
         super().__init__(width, heads, text)
         self.mat_q = nn.Parameter(torch.randn(1, heads, width // heads) * math.sqrt(1 / width / 3))
 
     def forward(self, text_RTF: Tensor, real: Tensor) -> Tensor:
-        """(R, C)."""
+        """Return the pooled text, (R, C)."""
         q_RHQE = self.mat_q[:, :, None].expand(len(text_RTF), -1, -1, -1)
         return self.after_attention(q_RHQE, text_RTF, real)[:, 0]
 
@@ -176,7 +176,7 @@ class InfinityBlock(nn.Module):
         self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, width) / math.sqrt(width))
 
     def forward(self, x_RQC: Tensor, shared: Tensor, given: TextConditions, attend) -> Tensor:
-        """shared: (R, 1, 6, C), of all blocks."""
+        """Run the block. shared: (R, 1, 6, C), common to all blocks."""
         gamma1, gamma2, scale1, scale2, shift1, shift2 = (self.ada_gss + shared).unbind(dim=2)
         x_RQC = x_RQC + self.sa(norm(x_RQC) * (scale1 + 1) + shift1, attend) * gamma1
         x_RQC = x_RQC + self.ca(self.ca_norm(x_RQC), given)
@@ -184,7 +184,7 @@ class InfinityBlock(nn.Module):
 
 
 class Infinity(NextScale):
-    """Logits of a scale's bits, two for each."""
+    """Predicts two logits for each bit of a scale."""
 
     def __init__(self, config: InfinityConfig):
         super().__init__()
@@ -216,16 +216,16 @@ class Infinity(NextScale):
         return TextConditions(self.text_proj_for_sos["ca"](features, real), self.text_proj_for_ca(features), real)
 
     def first(self, given: TextConditions) -> Tensor:
-        """Inputs of the first scale, (R, 1, C)."""
+        """Return inputs of the first scale, (R, 1, C)."""
         return given.pooled[:, None] + self.pos_start + self.lvl_embed(self.level_L[:1])
 
     def embed(self, x_RQn: Tensor, begin: int) -> Tensor:
-        """Inputs of the positions from `begin` on, (R, Q, C)."""
+        """Return inputs of the positions from `begin` on, (R, Q, C)."""
         return self.word_embed(x_RQn.to(self.dtype)) + self.lvl_embed(self.level_L[begin : begin + x_RQn.shape[1]])
 
     def forward(self, x_RQC: Tensor, given: TextConditions, attend: Attend, places: Tensor) -> Tensor:
-        """Hidden states (R, Q, C) of inputs (R, Q, C) at places (R|1, Q)."""
-        spot = self.spot_L2[places.clamp(max=len(self.spot_L2) - 1)]  # padding lies behind the last
+        """Return hidden states (R, Q, C) of inputs (R, Q, C) at places (R|1, Q)."""
+        spot = self.spot_L2[places.clamp(max=len(self.spot_L2) - 1)]  # padding is after the last position
         turn = turns(spot, self.config.width // self.config.heads)
 
         def apply_rope(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -238,23 +238,23 @@ class Infinity(NextScale):
         return x_RQC
 
     def logits(self, hidden_RQC: Tensor, given: TextConditions) -> Tensor:
-        """(R, Q, 2 n): the two of the first bit, of the second, ..."""
+        """Return logits (R, Q, 2 n): two for the first bit, two for the second, and so on."""
         return self.head(self.head_nm(hidden_RQC, given.pooled))
 
 
 def spots(config: InfinityConfig) -> Tensor:
-    """(L, 2) row and column of each position on the grid that all are stretched to."""
-    found = []
+    """Return the row and column (L, 2) of each position on the grid that all are stretched to."""
+    parts = []
     for grid in config.scales.grids:
         reach = config.reach or reach_of(config.scales)
         at = ((torch.arange(side) * (most / side)).round().long() for side, most in zip(grid, reach))
-        found.append(torch.cartesian_prod(*at))
-    return torch.cat(found)
+        parts.append(torch.cartesian_prod(*at))
+    return torch.cat(parts)
 
 
 def turns(spot: Tensor, size: int) -> Tensor:
-    """(..., E / 2) complex64 turns of a head's pairs, the first half by the row, the second by the column (..., 2), in
-    float32 whatever the model's dtype.
+    """Return rotations (..., E / 2), complex64, of a head's pairs, the first half by row and the second by column
+    (..., 2), computed in float32 whatever the model's dtype.
     """
     speed = BASE ** -(torch.arange(0, size, 4, device=spot.device) / size)
     angle = (spot[..., None] * speed).flatten(-2)

@@ -1,8 +1,8 @@
-"""Infinity as a target of the loop: VAR's, with texts for classes and bits for codes. (arXiv 2412.04431)
+"""Infinity as a target of the loop, like VAR with texts for classes and bits for codes. (arXiv 2412.04431)
 
-A map's codes are its bits, n of every position one after another, each a code of two values; given the scales before
-they are independent, so all that is said of VAR's codes holds of bits: drafted scales, compositions, a part of the
-cache. Guidance is the same at all scales, as published (`ramp`), over two rows of an image; unconditional rows have the
+A map's codes are its bits, n adjacent ones per position, each a code with two values. They are independent given the
+earlier scales, so that everything that works for VAR's codes works for bits: drafted scales, compositions, cache
+budgets. Guidance is the same at all scales, as published (`ramp`), with two rows per image; unconditional rows have the
 model's own features for no text, as many as the prompt has, or those of a negative prompt.
 
 Shapes: B images, R = B or 2 B rows, T text tokens, F features of one.
@@ -24,13 +24,13 @@ from visspec.models.infinity.network import GUIDANCE, Texts
 from visspec.models.scales.bsq import BSQVAE
 from visspec.models.scales.target import ScaleImages
 
-Features = tuple[Tensor, Tensor]  # (B, T, F), which are real (B, T) bool
+Features = tuple[Tensor, Tensor]  # (B, T, F), and the mask of real tokens (B, T) bool
 
 
 @dataclass(frozen=True, eq=False)
 class TextPrompt:
-    """features (B, T, F) of texts and which are real (B, T); what guidance leads away from, alike, with `none` (B,)
-    where it is the model's own for no text.
+    """Text features (B, T, F) with a mask of real tokens (B, T); `against` and its mask are the same for the negative
+    prompt, and `none` (B,) marks rows that use the model's own features for no text there.
     """
 
     features: Tensor
@@ -47,33 +47,33 @@ class TextPrompt:
 
     @property
     def ids(self) -> Tensor:
-        """(B, 1), of no meaning: tokens of the text are not the loop's."""
+        """Placeholder ids (B, 1): the text's tokens are not the loop's."""
         return torch.zeros(len(self), 1, dtype=torch.long, device=self.real.device)
 
     def rows(self, guided: bool) -> Texts:
-        """Of R rows, conditional rows first."""
-        given = Texts(self.features, self.real, torch.zeros_like(self.none))
+        """Return the prompts of R rows, conditional rows first."""
+        conditional = Texts(self.features, self.real, torch.zeros_like(self.none))
         if not guided:
-            return given
+            return conditional
         most = max(self.real.shape[1], self.against_real.shape[1])
         features, real = (
             torch.cat([_wide(a, most), _wide(b, most)])
             for a, b in ((self.features, self.against), (self.real, self.against_real))
         )
-        return Texts(features, real, torch.cat([given.none, self.none]))
+        return Texts(features, real, torch.cat([conditional.none, self.none]))
 
 
 def _wide(x: Tensor, most: int) -> Tensor:
-    """(B, T, ...) padded to `most` tokens."""
-    lacking = most - x.shape[1]
-    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, lacking))
+    """Pad (B, T, ...) to `most` tokens."""
+    missing = most - x.shape[1]
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
 
 
 class InfinityImages(ScaleImages):
-    """Prompts are texts; an empty negative prompt is the model's own features for none.
+    """Prompts are texts; an empty negative prompt selects the model's own features for no text.
 
-    processor: texts -> features (B, T, F) and which are real (B, T), padded on the right (`T5Features`). codec:
-    `visspec.models.infinity.layout.load_infinity_vae`. The others are VAR's.
+    processor: encodes texts as features (B, T, F) with a mask (B, T), padded on the right (`T5Features`). codec:
+    `visspec.models.infinity.layout.load_infinity_vae`. All other arguments are VAR's.
     """
 
     name = "infinity"
@@ -88,7 +88,7 @@ class InfinityImages(ScaleImages):
         none = torch.tensor([not text.strip() for text in negative or [""] * len(texts)], device=self.model.device)
         if negative is None or not any(text.strip() for text in negative):
             return TextPrompt(features, real, features, real, none)
-        # no text is as long as the prompt, so the prompt stands where there is none
+        # "no text" is as long as the prompt, so the prompt is the placeholder where a negative one is empty
         return TextPrompt(
             features, real, *self._features([text if text.strip() else own for text, own in zip(negative, texts)]), none
         )

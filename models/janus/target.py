@@ -1,4 +1,4 @@
-"""Janus and Janus-Pro: stock `JanusForConditionalGeneration`, image mode. (Chen et al. 2025; transformers `janus`.)"""
+"""Janus and Janus-Pro on stock `JanusForConditionalGeneration`, image mode. (Chen et al. 2025.)"""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from visspec.types import Processor, Sampling
 
 
 class Janus(ChatPromptFamily):
-    """The stock model with its codes."""
+    """The stock model as a family of image codes."""
 
     def __init__(self, model: Any, processor: Processor):
         config, inner = model.config, model.model
@@ -26,12 +26,12 @@ class Janus(ChatPromptFamily):
         self.codebook = F.normalize(inner.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
 
     def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: object) -> Tensor:
-        scale, own, given = sampling.guidance, generate_options(sampling), self._tokenize(texts)
-        room = {"config": self.decoder.config, "max_cache_len": given["input_ids"].shape[1] + layout.positions}
-        static = options.pop("cache_implementation", "static") == "static"  # which 5.17's `generate` fails to make
+        scale, own, inputs = sampling.guidance, generate_options(sampling), self._tokenize(texts)
+        room = {"config": self.decoder.config, "max_cache_len": inputs["input_ids"].shape[1] + layout.positions}
+        static = options.pop("cache_implementation", "static") == "static"  # 5.17's `generate` can't build it
         cache = StaticCache(**room) if static else DynamicCache(config=self.decoder.config)
         own |= {CACHE: cache, "guidance_scale": scale, "generation_mode": "image"}
-        return self.model.generate(**given, **own, **options)
+        return self.model.generate(**inputs, **own, **options)
 
     def embed(self, tokens: Tensor) -> Tensor:
         return self.model.prepare_embeddings_for_image_generation(tokens)

@@ -1,4 +1,4 @@
-"""LlamaGen's transformers, and RandAR's, which are the same with queries, in their authors' layout."""
+"""LlamaGen's transformers, and RandAR's (the same with queries), in their authors' layout."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from visspec.models.llamagen.network import GUIDANCE, SIZES, LlamaGen, LlamaGenC
 from visspec.models.llamagen.randar import RandAR
 from visspec.models.published_tensors import Weights
 
-IMAGENET = 1000  # classes of the published models
+IMAGENET = 1000  # number of classes of the published models
 QUERIES = "pos_instruct_embeddings"
-TOP_K = {"class": 2000, "caption": 1000}  # of the published samples
+TOP_K = {"class": 2000, "caption": 1000}  # from the published sampling scripts
 NOT_WEIGHTS = r"freqs_cis$|causal_mask$|layers\.\d+\.attention\.kv_cache\."
 
 
 def load_llamagen(path: str | Path, grid: int | None = None, heads: int | None = None) -> LlamaGen:
-    """A LlamaGen transformer from a .safetensors file or folder, a `RandAR` where the weights have its queries.
+    """Load a LlamaGen transformer from a .safetensors file or folder, or a `RandAR` if the weights have its queries.
 
     Args:
         path: The file or folder.
         grid: Rows of codes, required because the published weights do not contain it (16 for 256 pixels with VQ-16, 24
             for 384, 32 for 512).
-        heads: Only for sizes that were not published.
+        heads: Number of heads, only for sizes that were not published.
 
-    A table of 1000 classes has no null class, and the model does not support guidance; others have one.
+    A table of 1000 classes has no null class, so that the model does not support guidance; other tables have one.
     """
     weights = Weights.read(path, dropped=NOT_WEIGHTS)
     if grid is None:
-        raise ValueError(f"grid: {path} does not tell the image's rows of codes, expected grid=16, 24 or 32")
+        raise ValueError(f"grid: {path} does not contain the image's rows of codes, expected grid=16, 24 or 32")
     config = config_of(weights, grid, heads)
     return weights.load((RandAR if QUERIES in weights else LlamaGen)(config))
 
 
 def published(weights: Path, vq: Path, size: int | None = None, heads: int | None = None) -> LlamaGenImageModel:
-    """A LlamaGen or RandAR with its codec, of published files. size: of its images, pixels along a side."""
+    """Build a LlamaGen or RandAR with its codec from published files. size: side of its images, in pixels."""
     codec = load_llamagen_vq(vq)
     if size is None or size % codec.factor:
         raise ValueError(
             f"size: got {size}, expected the side of the model's images in pixels, a multiple of {codec.factor} (--size"
-            f" 256, 384 or 512), which {weights.name} does not tell"
+            f" 256, 384 or 512), which {weights.name} does not contain"
         )
     net = load_llamagen(weights, size // codec.factor, heads)
     if (codes := len(codec.codebook)) != net.config.codes:
-        raise ValueError(f"vq: got a codec of {codes} codes, expected one of {net.config.codes} as {weights.name} has")
+        raise ValueError(f"vq: got a codec with {codes} codes, expected {net.config.codes} as in {weights.name}")
     kind, condition = (RandARClassModel if isinstance(net, RandAR) else LlamaGenImageModel), net.config.condition
     entries = {"network": net.config.to_dict(), "codec": settings_of(codec.model)}
     settings = {"guidance_scale": GUIDANCE[condition] if net.guided else 1.0, "top_k": TOP_K[condition]}

@@ -1,4 +1,4 @@
-"""A LlamaGen, or a RandAR of classes, with its codec in one folder, as transformers writes folders."""
+"""Folder with a LlamaGen, or a RandAR of classes, and its codec, in transformers' layout."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from visspec.models.llamagen.randar import RandAR
 
 
 class LlamaGenImageConfig(PartsConfig):
-    """network: sizes, as in `LlamaGenConfig`. codec: configuration of a stock `VQModel`."""
+    """network: sizes, see `LlamaGenConfig`. codec: configuration of a stock `VQModel`."""
 
     model_type = "llamagen_image"
 
 
 class LlamaGenImageModel(OwnImageModel):
-    """`net` draws codes, `codec` turns them into pictures and back."""
+    """`net` generates codes; `codec` converts between them and images."""
 
     config_class = LlamaGenImageConfig
     base_model_prefix = "net"
@@ -39,13 +39,13 @@ class LlamaGenImageModel(OwnImageModel):
 
 
 class RandARClassConfig(LlamaGenImageConfig):
-    """Of a RandAR, likewise."""
+    """Configuration of a RandAR, with the same fields."""
 
     model_type = "randar_classes"
 
 
 class RandARClassModel(LlamaGenImageModel):
-    """`net` draws codes in any order."""
+    """`net` generates codes in any order."""
 
     config_class = RandARClassConfig
     network = RandAR

@@ -34,13 +34,13 @@ SIZES = {  # name: (layers, heads, hidden size); the first five are class-condit
     "7B": (32, 32, 4096),
 }
 CONDITIONS = ("class", "caption")
-GUIDANCE = {"class": 4.0, "caption": 7.5}  # of the authors' sampling scripts
-CAPTION_PREFIX, CAPTION_WIDTH = 120, 2048  # tokens and width of the T5-XL features the published models expect
+GUIDANCE = {"class": 4.0, "caption": 7.5}  # from the authors' sampling scripts
+CAPTION_PREFIX, CAPTION_WIDTH = 120, 2048  # tokens and width of the T5-XL features that the published models expect
 STEP = 256  # the width of the feed-forward layer is a multiple of this
 
 
 def feed_forward_width(hidden: int) -> int:
-    """Two thirds of four times the hidden size, rounded up to a multiple of 256."""
+    """Return two thirds of four times the hidden size, rounded up to a multiple of 256."""
     return -(-(8 * hidden // 3) // STEP) * STEP
 
 
@@ -48,8 +48,8 @@ def feed_forward_width(hidden: int) -> int:
 class LlamaGenConfig:
     """Configuration of the network.
 
-    condition: 'class' (one embedding each, and one more for "no class") or 'caption' (text features through an MLP).
-    null_class: whether that extra class exists, which guidance needs; models trained without class dropout have none.
+    condition: 'class' (an embedding per class, and one for "no class") or 'caption' (text features through an MLP).
+    null_class: whether that extra class exists, which guidance needs; models trained without class dropout lack it.
     grid: number of rows and of columns of codes. The weights don't contain it; a wrong value gives wrong images.
     prefix_apart: whether all positions of the prefix are attended to alike, as in the published models.
     """
@@ -81,7 +81,7 @@ class LlamaGenConfig:
 
     @classmethod
     def of(cls, size: str, grid: int, **fields: Any) -> LlamaGenConfig:
-        """A published size, by its name in `SIZES`."""
+        """Return a published size by its name in `SIZES`."""
         layers, heads, hidden = SIZES[size]
         if fields.get("condition") == "caption":
             fields.setdefault("prefix", CAPTION_PREFIX)
@@ -93,21 +93,21 @@ class LlamaGenConfig:
 
     @property
     def num_hidden_layers(self) -> int:
-        """`layers`, as transformers calls them."""
+        """`layers`, under transformers' name."""
         return self.layers
 
     @property
     def num_attention_heads(self) -> int:
-        """`heads`, as transformers calls them."""
+        """`heads`, under transformers' name."""
         return self.heads
 
     @property
     def intermediate_size(self) -> int:
-        """`intermediate`, as transformers calls it."""
+        """`intermediate`, under transformers' name."""
         return self.intermediate
 
     def get_text_config(self, decoder: bool = True) -> LlamaGenConfig:
-        """Returns itself, for compatibility with transformers' configurations."""
+        """Return itself, for compatibility with transformers' configurations."""
         return self
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,11 +117,11 @@ class LlamaGenConfig:
 def turns(
     prefix: int, grid: int, head_size: int, theta: float, device: torch.device | str = "cpu", apart: bool = True
 ) -> Tensor:
-    """The rotary table, complex64 (P + 2 T, C): exp(i * row * frequency), then exp(i * column * frequency).
+    """Return the rotary table, complex64 (P + 2 T, C): exp(i * row * frequency), then exp(i * column * frequency).
 
-    As in the published models, queries and keys of the prefix are multiplied by zero, not left unrotated, so a code
-    attends to all prefix positions equally; not so with `apart` false. The table is longer than the image, for drafts
-    that extend beyond its end.
+    As in the published models, queries and keys of the prefix are multiplied by zero instead of left unrotated, so that
+    a code attends to all prefix positions equally, unless `apart` is false. The table is longer than the image, for
+    drafts that extend beyond its end.
     """
     half = head_size // 2
     frequency = theta ** -(torch.arange(0, half, 2, device=device, dtype=torch.float32) / half)
@@ -140,7 +140,7 @@ class LlamaGenAttention(nn.Module):
         self.wo = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x_BNd: Tensor, turn_BNC: Tensor, mask: Tensor | None, cache: SlotLayers | None) -> Tensor:
-        """`mask`: (1|B, 1, N, S), additive or bool (true: attends); None: causal."""
+        """Attend. `mask`: (1|B, 1, N, S), additive or bool (true: attends); None: causal."""
         split = [self.heads, self.kv_heads, self.kv_heads]
         heads = self.wqkv(x_BNd).unflatten(-1, (sum(split), -1))
         query, key, value = heads.split(split, dim=-2)
@@ -186,7 +186,7 @@ class LlamaGenLayer(nn.Module):
 
 
 class ClassCondition(nn.Module):
-    """Class numbers (B,) -> (B, 1, d). With a null class the last entry of the table is "no class"."""
+    """Embeds class numbers (B,) as (B, 1, d). With a null class, the last entry of the table is "no class"."""
 
     def __init__(self, config: LlamaGenConfig):
         super().__init__()
@@ -200,7 +200,7 @@ class ClassCondition(nn.Module):
 
 
 class CaptionCondition(nn.Module):
-    """Text features (B, P, F) -> (B, P, d). `uncond_embedding`: learned features for "no caption"."""
+    """Embeds text features (B, P, F) as (B, P, d). `uncond_embedding`: learned features for "no caption"."""
 
     def __init__(self, config: LlamaGenConfig):
         super().__init__()
@@ -239,15 +239,15 @@ class LlamaGen(Network):
         return self.config.condition != "class" or self.config.null_class
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Codes (..., N) -> (..., N, d)."""
+        """Embed codes (..., N) as (..., N, d)."""
         return self.tok_embeddings(tokens)
 
     def head(self, hidden: Tensor) -> Tensor:
-        """Hidden states (..., d) -> logits of the next code (..., V)."""
+        """Return logits of the next code (..., V) from hidden states (..., d)."""
         return self.output(hidden)
 
     def prefix(self, condition: Tensor, guidance: bool = False) -> Tensor:
-        """The prefix, (B, P, d); with guidance (2 B, P, d), the unconditional rows last.
+        """Return the prefix, (B, P, d), or with guidance (2 B, P, d), the unconditional rows last.
 
         condition: class numbers (B,) int64, or text features (B, P, F), padded on the left and zero there
         (`left_padded`).
@@ -255,7 +255,7 @@ class LlamaGen(Network):
         if self.config.condition != "class":
             condition = condition.to(self.dtype)
         if guidance and not self.guided:
-            raise ValueError("guidance_scale: got one that is not 1, expected 1: the model has no class for 'no class'")
+            raise ValueError("guidance_scale: got one that is not 1, expected 1: the model has no null class")
         if guidance:
             condition = torch.cat([condition, self.cls_embedding.absent(condition)])
         return self.cls_embedding(condition)
@@ -270,7 +270,7 @@ class LlamaGen(Network):
         return_dict: bool = True,
         past_key_values: Cache | None = None,
     ) -> BaseModelOutputWithPast:
-        """Hidden states after the final norm, (B, N, d).
+        """Return hidden states after the final norm, (B, N, d).
 
         position_ids: (1|B, N), default 0..N - 1. attention_mask: (1|B, 1, N, S), additive or bool, None for causal.
         cache, or past_key_values: anything with `update(key, value, layer) -> (keys, values)`, all (B, K, ., E).
@@ -286,10 +286,10 @@ class LlamaGen(Network):
         return BaseModelOutputWithPast(self.norm(x), cache)
 
     def rope_table(self, device: torch.device) -> Tensor:
-        """Rotations by position, complex64 (P + 2 T, C)."""
+        """Return rotations by position, complex64 (P + 2 T, C)."""
         if self._turns is None or self._turns.device != device:
             config = self.config
-            with torch.inference_mode(False):  # so that the cached table can be used in training
+            with torch.inference_mode(False):  # training may use the cached table, too
                 self._turns = turns(
                     config.prefix, config.grid, config.head_size, config.rope_theta, device, config.prefix_apart
                 )
@@ -297,9 +297,9 @@ class LlamaGen(Network):
 
 
 def left_padded(features_BPF: Tensor, real_BP: Tensor) -> tuple[Tensor, Tensor]:
-    """Text features padded on the right -> padded on the left and zero at padding, with their mask (B, P) bool."""
+    """Move the padding of text features from right to left and zero it. Returns them with their mask (B, P) bool."""
     real = real_BP.bool()
-    order = real.long().argsort(dim=-1, stable=True)  # padding first, both parts in their order
+    order = real.long().argsort(dim=-1, stable=True)  # padding first, each part in its original order
     moved = features_BPF.gather(1, order[..., None].expand_as(features_BPF))
     mask = real.gather(1, order)
     return moved * mask[..., None], mask

@@ -1,6 +1,6 @@
 """LlamaGen, class- and caption-conditional, on `visspec.models.llamagen.network`. (arXiv 2406.06525)
 
-Guidance sets the condition to a learned "nothing". Captions are text features: `processor` makes them.
+The unconditional prompt is a learned "nothing". Captions are text features, computed by `processor`.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from visspec.models.image_codes.text_features import NO_ENCODER
 from visspec.models.llamagen.model import LlamaGenImageModel
 from visspec.models.llamagen.network import GUIDANCE, LlamaGen, left_padded
 
-FACTOR = 16  # pixels per code, along a side, of the published codec
+FACTOR = 16  # pixels per code, along one side, in the published codec
 
 
 class LlamaGenImages(Family):
-    """Prompts of a class-conditional model are class numbers ("207"), negative ones too. An empty negative prompt is
-    the learned "nothing".
+    """Prompts of a class-conditional model are class numbers ("207"), including negative ones. An empty negative prompt
+    is the learned "nothing".
 
-    processor: for captions, texts -> features (B, P, F) and which are real (B, P), padded on the right as T5's encoder
-    gives them. codec: `visspec.models.codecs.vq_layout.load_llamagen_vq`, or a folder's own. settings: a
-    generation_config in place of a folder's.
+    processor: for captions, encodes texts as features (B, P, F) with a mask (B, P), padded on the right like the output
+    of T5's encoder. codec: `visspec.models.codecs.vq_layout.load_llamagen_vq`, or the folder's. settings: a
+    generation_config that replaces the folder's.
     """
 
     name = "llamagen"
@@ -63,23 +63,23 @@ class LlamaGenImages(Family):
         condition, real = self._condition(texts, "prompt")
         if negative is None or not guided:
             return self.from_condition(condition, real, guided)
-        worded_B = torch.tensor([bool(text.strip()) for text in negative])
-        # what stands where there are no words is put aside below, but a prompt it must be
-        filled = [text if text.strip() else given for text, given in zip(negative, texts)]
-        return self.from_condition(condition, real, guided, *self._condition(filled, "negative_prompt"), worded_B)
+        has_words_B = torch.tensor([bool(text.strip()) for text in negative])
+        # an empty negative prompt is replaced below, but needs some valid text until then
+        filled = [text if text.strip() else prompt_text for text, prompt_text in zip(negative, texts)]
+        return self.from_condition(condition, real, guided, *self._condition(filled, "negative_prompt"), has_words_B)
 
     def _condition(self, texts: list[str], name: str) -> tuple[Tensor, Tensor | None]:
-        """Class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the left."""
+        """Return class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the left."""
         if self.model.config.condition == "class":
             return class_numbers(texts, self.model.config.classes, name), None
         if self.processor is None:
             raise ValueError(NO_ENCODER)
-        # lower case, as the texts that it was trained on; the authors also remove addresses and markup
+        # lower case, like the training texts; the authors also remove addresses and markup
         features, real = left_padded(*self.processor([" ".join(text.lower().split()) for text in texts]))
-        lacking = self.model.config.prefix - features.shape[1]
-        if lacking < 0:
+        missing = self.model.config.prefix - features.shape[1]
+        if missing < 0:
             raise ValueError(f"{name}: got {features.shape[1]} words, expected at most {self.model.config.prefix}")
-        return F.pad(features, (0, 0, lacking, 0)), F.pad(real, (lacking, 0))
+        return F.pad(features, (0, 0, missing, 0)), F.pad(real, (missing, 0))
 
     def from_condition(
         self,
@@ -90,14 +90,14 @@ class LlamaGenImages(Family):
         negative_attention: Tensor | None = None,
         worded: Tensor | None = None,
     ) -> EncodedPrompt:
-        """From class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the left. Negative ones
-        count in the rows where `worded` (B,); elsewhere, or without any, guidance is away from the learned "nothing".
+        """Build the prompt from class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the
+        left. Negative ones are used in the rows where `worded` (B,) is true; other rows use the learned "nothing".
         """
         embeds = self.model.prefix(condition.to(self.model.device), guidance=guided)
         rows, length = len(condition), embeds.shape[1]
-        ids = torch.zeros(rows, length, dtype=torch.long, device=embeds.device)  # a prefix of embeddings has none
+        ids = torch.zeros(rows, length, dtype=torch.long, device=embeds.device)  # placeholders: the prefix has no ids
         seen = torch.ones_like(ids).bool() if attention is None else attention.to(embeds.device).bool()
-        # "nothing" is seen where the caption is: the published models were sampled so
+        # "nothing" gets the caption's mask, as in the published sampling code
         both = seen.repeat(2, 1) if guided else seen
         if guided and negative is not None and worded is not None:
             own = rows + worded.nonzero()[:, 0].to(embeds.device)

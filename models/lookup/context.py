@@ -116,8 +116,8 @@ class Shared:
 
     def ranked(self, token: int) -> Sequence[int]:
         """Return the candidates after a token."""
-        found = self.candidates.get(token, ())
-        return found if found or self.successors is None else self.successors[token].tolist()
+        candidates = self.candidates.get(token, ())
+        return candidates if candidates or self.successors is None else self.successors[token].tolist()
 
     def add(self, answer: Sequence[int]) -> None:
         """Add a finished answer."""
@@ -164,10 +164,10 @@ class RowContext:
 
     def matches(self) -> list[Pointer]:
         """Return the continuations of the longest matches, the newest first."""
-        found = self.index.matches(self.ids, 0, self.shortest) if "matches" in self.sources else []
+        pointers = self.index.matches(self.ids, 0, self.shortest) if "matches" in self.sources else []
         if "answers" in self.sources:
-            found += self.shared.answers.matches(self.ids[-LENGTHS[0] :], FIRST_ANSWER, self.shortest)
-        return found
+            pointers += self.shared.answers.matches(self.ids[-LENGTHS[0] :], FIRST_ANSWER, self.shortest)
+        return pointers
 
     def grow(self, nodes: int, depth: int, chain: bool = False) -> list[Node]:
         """Grow a tree (or chain) of the `nodes` nodes with the highest acceptance probabilities, root first."""
@@ -206,9 +206,9 @@ class RowContext:
                 key = (FIRST_GROUP + g * CANDIDATES + rank) * DEPTHS + level
                 if rate[key] >= least or token in below:
                     below.setdefault(token, Proposal()).keys.append(key)
-        found = {token: 1.0 - prod(1.0 - rate[key] for key in each.keys) for token, each in below.items()}
-        scale = node.reach / max(sum(found.values()), 1.0)  # at most one sibling can be accepted
-        for token, probability in found.items():
+        probabilities = {token: 1.0 - prod(1.0 - rate[key] for key in each.keys) for token, each in below.items()}
+        scale = node.reach / max(sum(probabilities.values()), 1.0)  # at most one sibling can be accepted
+        for token, probability in probabilities.items():
             if probability * scale >= LEAST:
                 heapq.heappush(heap, (-probability * scale, len(heap), index, token))
 
@@ -264,9 +264,9 @@ class Memory:
             for (candidates, pair, accepted), best in zip(places, ids_MK.tolist()):
                 if len(candidates) > MOST_CANDIDATES:
                     candidates.clear()
-                candidates[pair[1]] = found = [id for id in best if id >= 0]
+                candidates[pair[1]] = ids = [id for id in best if id >= 0]
                 if accepted or pair not in candidates:  # a rejected draft does not replace a result from accepted text
-                    candidates[pair] = found
+                    candidates[pair] = ids
 
 
 class ContextDrafter(Drafter):

@@ -24,12 +24,12 @@ class TextIndex:
         """Extend the newest text."""
         ids, places = self.ids, self.places
         for token in tokens:
-            here = len(ids)
-            for n in range(1, min(INDEXED, here - self.start) + 1):
-                found = places.setdefault(tuple(ids[-n:]), [])
-                found.append(here)
-                if len(found) > PLACES:
-                    del found[0]
+            place = len(ids)
+            for n in range(1, min(INDEXED, place - self.start) + 1):
+                known = places.setdefault(tuple(ids[-n:]), [])
+                known.append(place)
+                if len(known) > PLACES:
+                    del known[0]
             ids.append(token)
 
     def matches(self, text: Sequence[int], first: int, shortest: int = 1) -> list[Pointer]:
@@ -39,15 +39,15 @@ class TextIndex:
             first: Number of the first rate.
             shortest: Minimum length of a match in tokens.
         """
-        found: dict[int, int] = {}  # place -> length
+        lengths: dict[int, int] = {}  # place -> length
         for n in range(min(INDEXED, len(text)), shortest - 1, -1):
             for place in reversed(self.places.get(tuple(text[-n:]), ())):
-                if place not in found:
-                    found[place] = n if n < INDEXED else self._length(text, place)
-            if len(found) >= MATCHES:
+                if place not in lengths:
+                    lengths[place] = n if n < INDEXED else self._length(text, place)
+            if len(lengths) >= MATCHES:
                 break
         ranked = sorted(
-            (next(i for i, n in enumerate(LENGTHS) if n <= length), -place) for place, length in found.items()
+            (next(i for i, n in enumerate(LENGTHS) if n <= length), -place) for place, length in lengths.items()
         )
         return [(first + i * MATCHES + k, self.ids, -place) for k, (i, place) in enumerate(ranked[:MATCHES])]
 

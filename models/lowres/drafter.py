@@ -1,10 +1,10 @@
-"""Drafts from a low-resolution model: it generates a small image, and an up-sampler converts it to codes.
+"""Drafts from a low-resolution model: it generates a small image, and an up-sampler converts it to the target's codes.
 
 The low-resolution model shares the target's codes and prompts (as in MuLo-SD, 2601.05149). It uses plain decoding with
 the request's guidance and warp, separate random numbers and without the request's processors. Up-samplers:
 
     bicubic   the small image in pixels, enlarged, and encoded by the target's own VQ encoder
-    latent    every code repeated over the positions it covers (nearest neighbour in the codes' latent space)
+    latent    every code repeated over the positions that it covers (nearest neighbor in the codes' latent space)
     (folder)  the most likely codes of a trained up-sampler (`models.lowres.upsampler`)
 
 In raster order the codes are point masses, proposed in chains of `window`. `visspec.loop.orders.RejectedRegions`
@@ -36,10 +36,10 @@ UPSAMPLERS = ("bicubic", "latent")
 
 
 class LowRes(Drafter):
-    """family: the low-resolution model; target: the family it drafts for, or None until `attach`; window: codes
+    """family: the low-resolution model; target: the family that it drafts for, or None until `attach`; window: codes
     proposed at a time, in raster order.
 
-    Raises ValueError for an unknown up-sampler or one of another codebook, and for a sibling with another codebook or
+    Raises ValueError for an unknown up-sampler or one for another codebook, and for a sibling with another codebook or
     tokenizer or a larger grid.
     """
 
@@ -55,9 +55,9 @@ class LowRes(Drafter):
             self.attach(target)
 
     def attach(self, target: Family) -> None:
-        """Called when the drafter is paired with a target, and again when that has moved."""
+        """Pair the drafter with a target; call it again after the target has moved to another device."""
         if self.target is not None and self.target.decoder is not target.decoder:
-            raise ValueError("drafter: got a LowRes that drafts for another model, expected one of this model's own")
+            raise ValueError("drafter: got a LowRes that drafts for another model, expected one for this model")
         check_siblings(self.family, target)
         self.target = target
 
@@ -66,7 +66,7 @@ class LowRes(Drafter):
         codes_BN = self.sketch(state)
         drawn_BT = codes_BN.new_zeros(len(state.rows), total)  # `SafeDrafter` inserts grammar tokens
         free = torch.arange(total) if fixed is None else (fixed[:total] == FREE).nonzero()[:, 0]
-        drawn_BT[:, free[-codes_BN.shape[1] :].to(drawn_BT.device)] = codes_BN  # a preview before it is not drafted
+        drawn_BT[:, free[-codes_BN.shape[1] :].to(drawn_BT.device)] = codes_BN  # an earlier preview is not drafted
         rows: list[list[int]] = [[] for _ in state.tokens]
         for row, codes in zip(state.rows, drawn_BT.tolist()):
             rows[row] = codes
@@ -78,14 +78,14 @@ class LowRes(Drafter):
         return trees.ragged_draft(state.pending, ahead)
 
     def sketch(self, state: State) -> Tensor:
-        """(B, rows * columns) drafted codes of the live rows' images, in raster order."""
+        """Draft the codes (B, rows * columns) of the live rows' images, in raster order."""
         request = state.request
         assert request.grid is not None
         return self.upsample_codes(self.small(state), request.grid)
 
     @torch.inference_mode()
     def small(self, state: State) -> Tensor:
-        """(B, S) codes of the small images by plain decoding, with generators derived from each row's."""
+        """Generate codes (B, S) of the small images by plain decoding, with generators derived from each row's."""
         sampling = replace(state.request.sampling, processors=())
         prompt = self._prompt(state, sampling.guidance != 1.0)
         layout = self.layout
@@ -99,7 +99,7 @@ class LowRes(Drafter):
 
     @torch.inference_mode()
     def upsample_codes(self, small_BS: Tensor, grid: tuple[int, int]) -> Tensor:
-        """(B, rows * columns) codes of a larger grid from those of a small image."""
+        """Convert codes of a small image to codes (B, rows * columns) of a larger grid."""
         rows, columns = self.layout.grid
         if self.learned is not None:
             return self.learned(small_BS.view(-1, rows, columns)).argmax(dim=-1).flatten(1)
@@ -112,19 +112,19 @@ class LowRes(Drafter):
         return self.target.encode(F.interpolate(pixels, size=size, mode="bicubic", antialias=True).clamp(0, 1))
 
     def _prompt(self, state: State, guided: bool) -> EncodedPrompt:
-        """The live rows' prompts for the low-resolution model: from the request's texts if any, else ids."""
-        texts, given = state.request.media.get("texts"), state.request.inputs
+        """Return the live rows' prompts for the low-resolution model, from the request's texts if any, else its ids."""
+        texts, prompt = state.request.media.get("texts"), state.request.inputs
         if texts is not None:
             negatives = state.request.media.get("negatives")
             own = None if negatives is None else [negatives[row] for row in state.rows]
             return prompt_of(self.family, [texts[row] for row in state.rows], guided, self.layout, own)
         if not hasattr(self.family, "from_ids"):
             raise ValueError(f"media: got no 'texts', expected the prompts ({self.family.name} reads no ids)")
-        return self.family.from_ids(given.ids[state.rows], given.attention[state.rows], guided)
+        return self.family.from_ids(prompt.ids[state.rows], prompt.attention[state.rows], guided)
 
 
 def load_upsampler(name: str | Path, family: Family) -> Upsampler:
-    """The up-sampler of a checkpoint folder, on the family's device, for its codebook."""
+    """Load the up-sampler of a checkpoint folder, for the family's codebook and on its device."""
     folder = Path(name)
     if not folder.is_dir():
         raise ValueError(f"upsample: got {str(name)!r}, expected one of {', '.join(UPSAMPLERS)} or a checkpoint folder")
@@ -139,12 +139,12 @@ def load_upsampler(name: str | Path, family: Family) -> Upsampler:
 
 
 def check_siblings(family: Family, target: Family) -> None:
-    """Raises ValueError if the low-resolution model's codes or prompts differ from the target's."""
-    own, wanted = family.codebook, target.codebook
-    if own is None or wanted is None:
+    """Raise ValueError if the low-resolution model's codes or prompts differ from the target's."""
+    own, other = family.codebook, target.codebook
+    if own is None or other is None:
         raise ValueError("family: got a model without a codebook, expected one that shares the target's")
-    if not same_table(own, wanted, 1e-4):
-        raise ValueError(f"family: got a sibling with another codebook, expected the target's {len(wanted)} codes")
+    if not same_table(own, other, 1e-4):
+        raise ValueError(f"family: got a sibling with another codebook, expected the target's {len(other)} codes")
     ours, theirs = (_vocabulary(f) for f in (family, target))
     if ours != theirs:
         raise ValueError("family: got a sibling with another tokenizer, expected that of the target")
@@ -154,11 +154,11 @@ def check_siblings(family: Family, target: Family) -> None:
 
 
 def _vocabulary(family: Family) -> Any:
-    """Data that must be equal for compatible prompts: the tokenizer's vocabulary, or the number of ids without one."""
+    """Return what must be equal for compatible prompts: the tokenizer's vocabulary, or else the number of ids."""
     processor = getattr(family, "processor", None)
     tokenizer = getattr(processor, "tokenizer", processor)
     words = tokenizer.get_vocab() if tokenizer is not None and hasattr(tokenizer, "get_vocab") else None
-    embedding = getattr(family.decoder, "get_input_embeddings", lambda: None)()  # none of classes
+    embedding = getattr(family.decoder, "get_input_embeddings", lambda: None)()  # class-conditional models have none
     return (
         words,
         getattr(embedding, "num_embeddings", None),

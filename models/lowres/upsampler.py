@@ -1,7 +1,7 @@
-"""Up-sampler: codes of a small image -> logits of the codes of a large one, by a few convolutions and a pixel shuffle.
+"""Up-sampler from the codes of a small image to logits of a large image's codes: convolutions and a pixel shuffle.
 
-Used for drafts at low resolution (the first version of MuLo-SD, arXiv 2601.05149, learns one; its network is not
-published, this one is ours).
+It is used for drafts at low resolution. The first version of MuLo-SD (arXiv 2601.05149) learns one; its network is not
+published, and this one is ours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from visspec.io.checkpoint import check_whole
 
 @dataclass(frozen=True)
 class UpsamplerConfig:
-    """codes: size of the codebook shared by both images; factor: scale between the grids, along a side."""
+    """codes: size of the codebook shared by both images; factor: scale between the grids, along one side."""
 
     codes: int
     width: int = 96
@@ -32,7 +32,7 @@ class UpsamplerConfig:
 
 
 class Upsampler(nn.Module):
-    """(B, rows, columns) codes, int64 -> logits (B, factor * rows, factor * columns, codes)."""
+    """Maps codes (B, rows, columns), int64, to logits (B, factor * rows, factor * columns, codes)."""
 
     kind: ClassVar[str] = "upsampler"
     config_class: ClassVar[type] = UpsamplerConfig

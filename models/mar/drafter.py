@@ -1,4 +1,4 @@
-"""A smaller MAR as drafter of a MAR: it draws chains with the noise of the target's, in the order of the row."""
+"""A smaller MAR as drafter of a MAR: it drafts chains coupled to the target's noise, in each row's order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State,
 
 
 class SmallMAR(Drafter):
-    """small: the drafter's network, with the steps and the scale of guidance of the target's."""
+    """small: the drafter's network, with the target's number of steps and guidance schedule."""
 
     traits = DrafterTraits(levels=4, samples=True, distribution=Denoising)
 
@@ -24,18 +24,18 @@ class SmallMAR(Drafter):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: Any) -> SmallMAR:
-        """Load a checkpoint folder, strictly. target: a model, for its device."""
+        """Load a checkpoint folder, strictly. target: a model, whose device is used."""
         return cls(MARImages(load(folder).to(target.device)))
 
     def attach(self, target: MARImages) -> None:
-        """Raises ValueError unless the network's images have the tokens and steps of the drafter's."""
+        """Attach to a target. Raises ValueError unless its tokens, classes and steps are the drafter's."""
         ours, theirs = self.small.model.config, target.model.config
         if (ours.tokens, ours.size, ours.classes) != (theirs.tokens, theirs.size, theirs.classes):
-            found = f"{ours.tokens} tokens of {ours.size} numbers and {ours.classes} classes"
-            raise ValueError(f"drafter: got {found}, expected {theirs.tokens} of {theirs.size} and {theirs.classes}")
-        steps, wanted = (len(family.steps) for family in (self.small.family, target))
-        if steps != wanted:
-            raise ValueError(f"drafter: got {steps} denoising steps, expected {wanted} as the target has")
+            actual = f"{ours.tokens} tokens of {ours.size} numbers and {ours.classes} classes"
+            raise ValueError(f"drafter: got {actual}, expected {theirs.tokens} of {theirs.size} and {theirs.classes}")
+        steps, expected = (len(family.steps) for family in (self.small.family, target))
+        if steps != expected:
+            raise ValueError(f"drafter: got {steps} denoising steps, expected {expected} as the target has")
 
     def start(self, state: State, scores: Scores) -> None:
         state.memory = DrawnVectors.nothing(state.request.inputs, self.small.model.config.size).select(state.rows)
@@ -50,7 +50,7 @@ class SmallMAR(Drafter):
         number_B1 = state.position[:, None]
         known.put(number_B1, state.pending[:, None])
         for level in range(depth):
-            number_B1 = number_B1 + 1  # of the token to be drawn, and of those known before it
+            number_B1 = number_B1 + 1  # number of the token to draw, which is also the number of known tokens
             prefixes = range(min(counts) + level, min(max(counts) + level, tokens) + 1)
             distribution = self.small.after(
                 known, number_B1, number_B1, prefixes, state.request.sampling, state.calls, "draft_head"
@@ -64,7 +64,7 @@ class SmallMAR(Drafter):
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         index = torch.arange(draft.tree.size, device=state.position.device)
-        # rejected nodes are put, too; later ones replace them before they count
+        # rejected nodes are written too; later ones replace them before they count
         state.memory.put((state.position - verdict.length)[:, None] + index, draft.value)
 
     def select(self, state: State, keep: list[int]) -> None:

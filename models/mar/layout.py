@@ -1,5 +1,5 @@
-"""MAR's transformers and autoencoder in their published layouts: safetensors, or converted `checkpoint-last.pth`
-(`visspec convert`: the averaged weights are those to draw with) and `kl16.ckpt`.
+"""MAR's published transformers and autoencoder: safetensors, or converted `checkpoint-last.pth` (`visspec convert`,
+which uses the averaged weights) and `kl16.ckpt`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from visspec.models.mar.model import MARImageModel
 from visspec.models.mar.network import GUIDANCE, MAR, SIZES, MARConfig
 from visspec.models.published_tensors import Weights
 
-SCALING = 0.2325  # of the published latents
+SCALING = 0.2325  # scaling factor of the published latents
 HEAD = "diffloss.net."
 
 
 def load_mar(path: str | Path, heads: int | None = None) -> MAR:
-    """A MAR network from a .safetensors file or folder. heads: only for widths that were not published."""
+    """Load a MAR network from a .safetensors file or folder. heads: only for widths that were not published."""
     weights = Weights.read(path)
     return weights.load(MAR(config_of(weights, heads)))
 
 
 def load_mar_vae(path: str | Path) -> AutoencoderKL:
-    """MAR's KL-16 autoencoder (or another of its layout) from safetensors."""
+    """Load MAR's KL-16 autoencoder (or another with its layout) from safetensors."""
     return load_kl(path, SCALING)
 
 
@@ -53,7 +53,7 @@ def config_of(weights: Weights, heads: int | None) -> MARConfig:
 
 
 def published(weights: Path, vq: Path, heads: int | None = None) -> MARImageModel:
-    """A MAR with its autoencoder, of published files."""
+    """Build a MAR with its autoencoder from published files."""
     net, codec = load_mar(weights, heads), load_mar_vae(vq)
     entries = {"network": asdict(net.config), "autoencoder": settings_of(codec)}
     settings = {"guidance_scale": GUIDANCE.get(net.config.width, 1.0)}

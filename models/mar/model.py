@@ -1,4 +1,4 @@
-"""A MAR with its autoencoder in one folder, as transformers writes folders; its classes have the names of prompts."""
+"""Folder with a MAR and its autoencoder, in transformers' layout. Its class names are the prompts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from visspec.models.vectors.diffusion_head import Schedule, schedule
 
 
 class MARImageConfig(PreTrainedConfig):
-    """network: sizes, as in `MARConfig`. labels: the prompt of each class. predicts: what the head says, a name of
-    `PREDICTIONS` (published MAR: noise). denoising_steps: of a token. autoencoder: configuration of an `AutoencoderKL`
-    whose latents are the tokens, None for a drafter.
+    """network: sizes, see `MARConfig`. labels: the prompt of each class. predicts: what the head predicts, a key of
+    `PREDICTIONS` (noise in published MAR). denoising_steps: per token. autoencoder: configuration of an `AutoencoderKL`
+    whose latents are the tokens, or None for a drafter.
     """
 
     model_type = "mar_image"
@@ -42,7 +42,7 @@ class MARImageConfig(PreTrainedConfig):
 
 
 class MARImageModel(OwnImageModel):
-    """`mar`, and `autoencoder` where the configuration has one."""
+    """`mar`, and `autoencoder` if the configuration has one."""
 
     config_class = MARImageConfig
     base_model_prefix = "mar"
@@ -51,8 +51,8 @@ class MARImageModel(OwnImageModel):
     def __init__(self, config: MARImageConfig):
         super().__init__(config)
         self.mar = MAR(MARConfig(**config.network))
-        with torch.device("cpu"):  # of numbers also where the weights are on `meta`
-            self.schedule()  # refuses what the head can't say
+        with torch.device("cpu"):  # a schedule needs real numbers, even if the weights are on `meta`
+            self.schedule()  # raises for unknown predictions
         if config.autoencoder is not None:
             self.autoencoder = AutoencoderKL(**config.autoencoder)
         self.post_init()
@@ -62,7 +62,7 @@ class MARImageModel(OwnImageModel):
         return None if self.config.autoencoder is None else self.autoencoder
 
     def schedule(self, steps: int | None = None) -> Schedule:
-        """Steps of a token's chain, `denoising_steps` of them by default, with noise in the last."""
+        """Return the steps of a token's chain, by default `denoising_steps`, with noise in the last one."""
         plan = schedule(self.config.denoising_steps if steps is None else steps, learned=True)
         return replace(plan, predicts=self.config.predicts)
 

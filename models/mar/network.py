@@ -1,7 +1,7 @@
-"""MAR: an autoencoder over masked tokens, and a diffusion head for each of them. (Li et al., arXiv 2406.11838)
+"""MAR: an autoencoder over masked tokens, and a diffusion head for each token. (Li et al., arXiv 2406.11838)
 
-Parameters have their published names. Shapes: B rows, T tokens of an image, d size of a token, D width, K known tokens
-of the row that has most, S slots of a sequence: those of the class, then tokens.
+Parameters have their published names. Shapes: B rows, T tokens of an image, d size of a token, D width, K maximum
+number of known tokens over the rows, S slots of a sequence: those of the class, then tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead
 
 UNCONDITIONAL = -1  # class number of rows without a class
 
-GUIDANCE = {768: 2.9, 1024: 3.0, 1280: 3.2}  # by width, of the published commands
+GUIDANCE = {768: 2.9, 1024: 3.0, 1280: 3.2}  # by width, from the published commands
 
 
 @dataclass(frozen=True)
@@ -34,10 +34,10 @@ class MARConfig:
     tokens: int = 256
     buffer: int = 64
     classes: int = 1000
-    hidden: int | None = None  # of the blocks' MLPs; default 4 width
+    hidden: int | None = None  # width of the blocks' MLPs; default 4 width
 
 
-SIZES = {  # as published: diffusion heads as in the authors' evaluation commands
+SIZES = {  # published sizes, with diffusion heads as in the authors' evaluation commands
     "B": MARConfig(768, 12, 12, head_width=1024, head_depth=6),
     "L": MARConfig(1024, 16, 16, head_width=1280, head_depth=8),
     "H": MARConfig(1280, 20, 16, head_width=1536, head_depth=12),
@@ -57,7 +57,7 @@ class MARAttention(nn.Module):
 
 
 class MARBlock(nn.Module):
-    """A block of a vision transformer. mask: (B, 1, 1, S) bool, false at padding, or None."""
+    """A vision transformer block. mask: (B, 1, 1, S) bool, false at padding, or None."""
 
     def __init__(self, width: int, heads: int, hidden: int):
         super().__init__()
@@ -72,7 +72,7 @@ class MARBlock(nn.Module):
 
 
 class MAR(Network):
-    """Conditions of the diffusion head (`head`) for every token, given those that are known."""
+    """Predicts the diffusion head's (`head`) conditions for every token, given the known tokens."""
 
     def __init__(self, config: MARConfig):
         super().__init__()
@@ -111,33 +111,33 @@ class MAR(Network):
     def forward(
         self, values_BTd: Tensor, known_BT: Tensor, class_B: Tensor, counts: Sequence[int] | None = None
     ) -> Tensor:
-        """Conditions (B, T, D). known: which tokens are; the values of others are not read. class: numbers, or
-        UNCONDITIONAL. counts: how many are known in each row; None reads them from the device.
+        """Return conditions (B, T, D). known: which tokens are known; the values of others are ignored. class: numbers,
+        or UNCONDITIONAL. counts: number of known tokens per row; None reads it from the device.
         """
         counts = known_BT.sum(dim=1).tolist() if counts is None else counts
-        # known tokens first, in raster order; rows that have fewer than others are padded
+        # known tokens first, in raster order; rows with fewer of them are padded
         place_BK = known_BT.byte().argsort(dim=1, descending=True, stable=True)[:, : max(counts)]
         seen_BK = None if min(counts) == max(counts) else known_BT.gather(1, place_BK)
         known_BKd = values_BTd.gather(1, place_BK[..., None].expand(-1, -1, values_BTd.shape[-1]))
         return self.conditions(known_BKd, place_BK, seen_BK, class_B)
 
     def conditions(self, known_BKd: Tensor, place_BK: Tensor, seen_BK: Tensor | None, class_B: Tensor) -> Tensor:
-        """Conditions (B, T, D), from known tokens and their positions in the image, in any order.
+        """Return conditions (B, T, D) from known tokens and their positions in the image, in any order.
 
-        seen: false at padding; None: there is none. Positions of a row differ, also at padding.
+        seen: false at padding, or None without padding. The positions within a row must differ, including padding's.
         """
         x = self._encode(known_BKd, place_BK, seen_BK, class_B)
         return self._decode(x, place_BK, seen_BK)
 
     def _encode(self, known_BKd: Tensor, place_BK: Tensor, seen_BK: Tensor | None, class_B: Tensor) -> Tensor:
-        """(B, buffer + K, D): slots of the class, and the known tokens."""
+        """Encode the class's slots and the known tokens: (B, buffer + K, D)."""
         buffer, mask = self.config.buffer, None
         if seen_BK is not None:
-            known_BKd = known_BKd.where(seen_BK[..., None], 0.0)  # masked slots have no weight, but NaN would spread
+            known_BKd = known_BKd.where(seen_BK[..., None], 0.0)  # masked slots have zero weight, but NaN would spread
             mask = F.pad(seen_BK, (buffer, 0), value=True)[:, None, None]
-        given_BD = self.class_emb(class_B.clamp(min=0)).where(class_B[:, None] >= 0, self.fake_latent)
+        class_BD = self.class_emb(class_B.clamp(min=0)).where(class_B[:, None] >= 0, self.fake_latent)
         position = self.encoder_pos_embed_learned[0]
-        first = given_BD[:, None] + position[:buffer]
+        first = class_BD[:, None] + position[:buffer]
         x = torch.cat([first, self.z_proj(known_BKd) + position[buffer:][place_BK]], dim=1)
         x = self.z_proj_ln(x)
         for block in self.encoder_blocks:

@@ -1,4 +1,4 @@
-"""Published MAR as an order of generation: several tokens in a pass, all given those of earlier passes."""
+"""Published MAR as an order of generation: each pass draws several tokens, given those of earlier passes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from visspec.types import Acceptance, Drafter, Order, Request, Round, State, Tar
 
 
 class ParallelMAR(Order):
-    """iterations: passes of an image, of which a cosine schedule tells how many tokens each draws. With as many as
-    tokens it is plain decoding, with fewer another and faster distribution: what speculation is to be compared with.
+    """iterations: passes per image; a cosine schedule determines how many tokens each draws. With one token per pass it
+    is plain decoding. With fewer passes it is a faster but different distribution, the baseline of speculation.
     """
 
     drafts = False
@@ -24,14 +24,14 @@ class ParallelMAR(Order):
 
     def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
         if drafter is not None:
-            raise ValueError("drafter: got one beside the order parallel, expected none: nothing is drafted in it")
+            raise ValueError("drafter: got one with the order parallel, expected none, because it does not draft")
         return self
 
     @torch.inference_mode()
     def decode(
         self, target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: object
     ) -> State:
-        """Decode a batch. Raises ValueError, before any pass, for a target that is no MAR or too many iterations."""
+        """Decode a batch. Raises ValueError, before any pass, if the target is not a MAR or iterations are too many."""
         if not isinstance(target, MARTarget):
             raise ValueError(f"order: got parallel for a {type(target).__name__}, expected a MAR")
         tokens = target.model.config.tokens
@@ -51,7 +51,7 @@ class ParallelMAR(Order):
                 state.output.tell(row, state.output.append(row, list(numbers)))
                 trace.origin[row] += ["plain"] * len(numbers)
             passes += [step] * len(numbers)
-            if step:  # the first is the prefill's, as elsewhere
+            if step:  # the first pass is the prefill's, as in other orders
                 trace.rounds.append(Round(0, [len(numbers)] * len(rows), [False] * len(rows)))
             if numbers.stop == tokens:
                 state.memory = [state.output.in_generation_order(row, passes) for row in rows]

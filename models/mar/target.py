@@ -1,10 +1,10 @@
-"""MAR as a target of the loop: tokens of an image one after another in an order of the row's own, each by its chain.
+"""MAR as a target of the loop: tokens are drawn one after another in each row's own order, each by its chain.
 
-MAR is bidirectional: every prefix of the order is a pass of its own over all tokens. A draft's N prefixes are rows of
-one batch, padded, so a verified distribution is that of MAR with one token at a time; nothing is cached. With noise in
-the last step of chains, which the published sampler leaves out, rules for drawn vectors are exact for it.
+MAR is bidirectional, so every prefix of the order needs its own pass over all tokens. A draft's N prefixes are rows of
+one padded batch, so that a verified distribution is that of MAR with one token at a time; nothing is cached. With noise
+in the last step of chains, which the published sampler leaves out, rules for vectors are exact for it.
 
-Shapes: B rows, N nodes, T tokens, K known ones of the row that has most, d size of a token, D width.
+Shapes: B rows, N nodes, T tokens, K maximum number of known tokens over the rows, d size of a token, D width.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from visspec.models.vectors.target import VectorFamily
 from visspec.sampling import Normals
 from visspec.types import Capabilities, Draft, Request, Sampling, Scores, State, Target
 
-SCALES = ("linear", "constant")  # guidance of a token by its number
-STEPS = 100  # of chains, in the published commands
+SCALES = ("linear", "constant")  # how a token's guidance depends on its number
+STEPS = 100  # steps per chain in the published commands
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +48,11 @@ class ClassPrompt:
 
     @property
     def ids(self) -> Tensor:
-        """(B, 1), of no meaning: the prompt has no tokens."""
+        """Placeholder ids (B, 1): the prompt has no tokens."""
         return torch.zeros_like(self.classes)[:, None]
 
     def ordered(self, tokens: int, generators: Sequence[torch.Generator] | None) -> ClassPrompt:
-        """With orders, drawn by the generators where there are none."""
+        """Return the prompt with orders, which the generators draw if there are none."""
         if self.order is not None:
             return self
         assert generators is not None
@@ -61,13 +61,14 @@ class ClassPrompt:
 
 
 class MARImages(VectorFamily):
-    """Prompts are numbers of classes ("207") or their names. Tokens are vectors; `MARTarget` draws them in an order of
-    the row's own.
+    """Prompts are class numbers ("207") or class names. Tokens are vectors, which `MARTarget` draws in each row's own
+    order.
 
-    plan: steps of chains; default, a folder's, or 100 of the published schedule, with noise in the last. scale: whether
-    guidance grows from nearly 1 by the number of known tokens ("linear", as in the published commands) or not.
-    autoencoder: `visspec.models.mar.layout.load_mar_vae`, or a folder's. denoising_steps: of a vector, in place of a
-    folder's; fewer make another distribution, faster. settings: a generation_config in place of a folder's.
+    plan: steps of the chains; by default the folder's, or 100 of the published schedule, with noise in the last. scale:
+    "linear" if guidance grows from nearly 1 with the number of known tokens, as in the published commands, or
+    "constant". autoencoder: `visspec.models.mar.layout.load_mar_vae`, or the folder's. denoising_steps: per vector,
+    replaces the folder's; fewer are faster but give another distribution. settings: a generation_config that replaces
+    the folder's.
     """
 
     name = "mar"
@@ -101,8 +102,8 @@ class MARImages(VectorFamily):
             return
         self.patch = math.isqrt(net.config.size // autoencoder.config.latent_channels)
         if autoencoder.config.latent_channels * self.patch**2 != net.config.size:
-            found = autoencoder.config.latent_channels
-            raise ValueError(f"autoencoder: got {found} channels, expected those of tokens of {net.config.size}")
+            channels = autoencoder.config.latent_channels
+            raise ValueError(f"autoencoder: got {channels} channels, which do not fit tokens of size {net.config.size}")
         self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
@@ -115,7 +116,7 @@ class MARImages(VectorFamily):
 
 @dataclass(eq=False)
 class DrawnVectors:
-    """What the live rows of a request have drawn: `values` (B, T + 1, d) in the order of each row, the last unused."""
+    """Vectors drawn by the live rows of a request: `values` (B, T + 1, d) in each row's order, the last one unused."""
 
     classes: Tensor
     order: Tensor
@@ -128,17 +129,17 @@ class DrawnVectors:
         return cls(prompt.classes, prompt.order, torch.zeros(rows, tokens + 1, size, device=prompt.order.device))
 
     def put(self, number_BN: Tensor, values_BNd: Tensor) -> None:
-        """Keep tokens by their numbers in the order; those beyond the end are dropped."""
+        """Store tokens by their numbers in the order; those beyond the end are dropped."""
         at = number_BN.clamp(max=self.order.shape[1])[..., None].expand_as(values_BNd)
         self.values = self.values.scatter(1, at, values_BNd.to(self.values.dtype))
 
     def select(self, keep: list[int]) -> DrawnVectors:
-        """These rows."""
+        """Select these rows."""
         return DrawnVectors(self.classes[keep], self.order[keep], self.values[keep])
 
 
 class UnorderedBuffer(VectorBuffer):
-    """Vectors that are drawn in an order of each row; `values` are in raster order, NaN where none is drawn yet."""
+    """Vectors drawn in each row's own order; `values` are in raster order, NaN where none is drawn yet."""
 
     def __init__(self, request: Request, order_BT: Tensor):
         super().__init__(request, len(order_BT))
@@ -155,7 +156,7 @@ class UnorderedBuffer(VectorBuffer):
 
 
 class MARTarget(Target):
-    """`MARImages` as a target of the loop. Drafts are chains of vectors, in the order of the row."""
+    """`MARImages` as a target of the loop. Drafts are chains of vectors, in each row's order."""
 
     def __init__(self, family: MARImages):
         self.family, self.model = family, family.model
@@ -167,29 +168,29 @@ class MARTarget(Target):
         return self.model.device
 
     def fix_widths(self) -> None:
-        """Images are drawn one at a time then, and drafts keep the distribution, not the vectors."""
+        """Do nothing: images are then drawn one at a time, and drafts keep the distribution, not the vectors."""
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
-        """`request.inputs` is a `ClassPrompt`. Scores: distributions (B, 1) of the first tokens."""
+        """Start a request whose `inputs` are a `ClassPrompt`. Scores: distributions (B, 1) of the first tokens."""
         state = self.open_state(request)
         return state, self._scores(state, state.position[:, None], range(1))
 
     def open_state(self, request: Request) -> State:
-        """The state of a checked request before any pass."""
+        """Return the state of a checked request before any pass."""
         self.family.check_sampling(request.sampling)
         prompt = request.inputs = request.inputs.ordered(self.model.config.tokens, request.generators)
         known = DrawnVectors.nothing(prompt, self.model.config.size)
-        position = torch.full_like(prompt.classes, -1)  # the number of a node before the first token
+        position = torch.full_like(prompt.classes, -1)  # the number of a virtual node before the first token
         rows = list(range(len(position)))
         return State(request, known.values[:, 0], position, known, rows, UnorderedBuffer(request, prompt.order))
 
     def verify(self, state: State, draft: Draft) -> Scores:
-        """One pass over every prefix of every row, with guidance over two of each."""
+        """Run one pass over every prefix of every row, with two rows each under guidance."""
         known: DrawnVectors = state.cache
         nodes, tokens = draft.value.shape[1], self.model.config.tokens
         rank_BN = state.position[:, None] + torch.arange(nodes, device=self.device)
         known.put(rank_BN, draft.value)
-        known_rows = [len(state.tokens[row]) for row in state.rows]  # the pending token included
+        known_rows = [len(state.tokens[row]) for row in state.rows]  # including the pending token
         most = min(max(known_rows) + nodes - 1, tokens)
         return self._scores(state, rank_BN, range(min(known_rows), most + 1))
 
@@ -197,8 +198,8 @@ class MARTarget(Target):
         state.cache = state.cache.select(keep)
 
     def _scores(self, state: State, rank_BN: Tensor, counts: range) -> Scores:
-        """Laws after nodes with these numbers in the order. counts: from the least to the most known tokens of a
-        prefix, as the host knows them.
+        """Return distributions after nodes with these numbers in the order. counts: range of the number of known tokens
+        per prefix, known on the host.
         """
         number_BN, sampling = rank_BN + 1, state.request.sampling
         return Scores(self.after(state.cache, number_BN, number_BN, counts, sampling, state.trace.calls))
@@ -214,9 +215,9 @@ class MARTarget(Target):
         name: str = "head",
         step: int | None = None,
     ) -> Denoising:
-        """Laws (B, P) of each row's tokens `number`, P / N of them given each prefix of its order.
+        """Return distributions (B, P) of each row's tokens `number`, P / N of them given each prefix of its order.
 
-        counts: of the prefixes. step: number of tokens that are drawn together, for the scale; None is one.
+        counts: range of the prefixes' lengths. step: number of tokens drawn together, for the guidance; None means one.
         """
         tokens, guided = self.model.config.tokens, sampling.guidance != 1.0
         number_BP = number_BP.clamp(max=tokens - 1)  # a draft may extend beyond the end
@@ -234,8 +235,8 @@ class MARTarget(Target):
 def conditions(
     model: MAR, known: DrawnVectors, prefix_BN: Tensor, place_BP: Tensor, counts: range, guided: bool
 ) -> Tensor:
-    """Conditions (B P, D) of the head for tokens at `place`, P / N of them given the first `prefix` tokens of each row;
-    with guidance the unconditional ones follow.
+    """Return the head's conditions (B P, D) for tokens at `place`, P / N of them given the first `prefix` tokens of
+    each row; with guidance the unconditional ones follow.
     """
     nodes, most = prefix_BN.shape[1], counts[-1]
     order = known.order[:, :most].repeat_interleave(nodes, dim=0)
@@ -248,12 +249,12 @@ def conditions(
         classes = torch.cat([classes, torch.full_like(classes, UNCONDITIONAL)])
         order, values, place = (torch.cat([part, part]) for part in (order, values, place))
         seen = None if seen is None else torch.cat([seen, seen])
-    given_MTD = model.conditions(values, order, seen, classes)
-    return given_MTD.gather(1, place[..., None].expand(-1, -1, given_MTD.shape[-1])).flatten(0, 1)
+    condition_MTD = model.conditions(values, order, seen, classes)
+    return condition_MTD.gather(1, place[..., None].expand(-1, -1, condition_MTD.shape[-1])).flatten(0, 1)
 
 
 def scales(kind: str, guidance: float, number: Tensor, tokens: int) -> Tensor:
-    """Guidance scales where `number` tokens of an image are known after the step, float32.
+    """Return float32 guidance scales for steps after which `number` tokens of an image are known.
 
     In the published sampler at least one token stays unknown until the end, so the last two scales are equal.
     """
@@ -263,12 +264,12 @@ def scales(kind: str, guidance: float, number: Tensor, tokens: int) -> Tensor:
 
 
 def revealed_counts(tokens: int, iterations: int) -> list[int]:
-    """How many tokens are known after each step of published MAR, a cosine schedule with at least one token a step.
+    """Return how many tokens are known after each step of published MAR: a cosine schedule with one or more each.
 
     Raises ValueError for more steps than tokens.
     """
     if not 1 <= iterations <= tokens:
-        raise ValueError(f"iterations: got {iterations}, expected 1..{tokens}, one token a step at least")
+        raise ValueError(f"iterations: got {iterations}, expected 1..{tokens}, at least one token per step")
     known: list[int] = [0]
     for step in range(1, iterations):
         hidden = math.floor(tokens * math.cos(math.pi / 2 * step / iterations))
@@ -279,8 +280,8 @@ def revealed_counts(tokens: int, iterations: int) -> list[int]:
 def revealing(
     target: MARTarget, known: DrawnVectors, noise: Normals, iterations: int, sampling: Sampling, calls: Counter[str]
 ) -> Iterator[range]:
-    """Draw as published MAR does, tokens of a step together given earlier steps, and put them into `known`: after each
-    step the numbers of its tokens. With as many iterations as tokens it is the target's plain decoding.
+    """Draw as published MAR does, a step's tokens together given earlier steps, and write them to `known`. Yields the
+    numbers of each step's tokens. With as many iterations as tokens it is the target's plain decoding.
     """
     rows, count = len(known.classes), 0
     for after in revealed_counts(target.model.config.tokens, iterations):

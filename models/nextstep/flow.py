@@ -1,12 +1,12 @@
 """Schedules of flow-matching heads: x_t = t value + (1 - t) noise, from t = 0; the head predicts value - noise.
 
-Both samplers that were published for NextStep-1 are chains of Gaussian steps. With v the head's velocity at t_i,
-o = x + (1 - t_i) v its estimate of the value, and n = x - t_i v that of the noise:
+Both published samplers of NextStep-1 are chains of Gaussian steps. With the head's velocity v at t_i, the estimated
+value o = x + (1 - t_i) v, and the estimated noise n = x - t_i v:
 
-* of the first release: x' = x + dt ((1 + t) v - x) + sqrt(2 (1 - t) dt) z on a grid that ends at 1 - `last`, then
-  x' = x + last v without noise. Rewritten with o, the steps have the form of `distributions.Steps`.
-* of version 1.1: x' = (1 - t') n + t' o - s^2 dt / (2 (1 - t)) n + s sqrt(dt) z, with s = level sqrt((1 - t) / t) where
-  t > 0 (at t = 0, level / sqrt(1 - t of the last step)), in the last step as well.
+* first release: x' = x + dt ((1 + t) v - x) + sqrt(2 (1 - t) dt) z on a grid that ends at 1 - `last`, then
+  x' = x + last v without noise. Rewritten with o, the steps have the form of `distributions.DenoisingSteps`.
+* version 1.1: x' = (1 - t') n + t' o - s^2 dt / (2 (1 - t)) n + s sqrt(dt) z, with s = level sqrt((1 - t) / t) if
+  t > 0 (at t = 0, level / sqrt(1 - t of the last step)), including the last step.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 from visspec.distributions import DenoisingSteps
 from visspec.models.vectors.diffusion_head import Schedule
 
-QUIET = 0.00625  # deviation of the last step, where the published one has none: that of MAR's heads
+QUIET = 0.00625  # deviation of the last step, where the published sampler has none: that of MAR's heads
 
 
 def shift_times(times: Tensor, shift: float) -> Tensor:
-    """A grid of times with more of its points near 0 (shift > 1) or near 1."""
+    """Warp a grid of times to have more points near 0 (shift > 1) or near 1."""
     return times / (shift - (shift - 1) * times)
 
 
 def flow_schedule(count: int, shift: float = 1.0, last: float = 0.04, noisy: bool = True) -> Schedule:
-    """Steps of the first release's sampler. noisy: the last step adds noise of deviation QUIET, a declared difference.
+    """Return the first release's sampler. noisy: the last step adds noise of deviation QUIET, a declared difference.
 
     Raises ValueError if the settings give numbers that are not finite.
     """
@@ -41,7 +41,7 @@ def flow_schedule(count: int, shift: float = 1.0, last: float = 0.04, noisy: boo
 
 
 def flow_schedule_v11(count: int, shift: float = 1.0, level: float = 0.8) -> Schedule:
-    """Steps of version 1.1's sampler, which adds noise in every step. Raises ValueError as above."""
+    """Return version 1.1's sampler, which adds noise in every step. Raises ValueError like `flow_schedule`."""
     t = shift_times(torch.arange(count, dtype=torch.float64) / count, shift)
     after = torch.cat([t[1:], t.new_ones(1)])
     dt, rest = after - t, 1 - t

@@ -1,6 +1,6 @@
-"""Load NextStep-1 (and 1.1) as published, on transformers' stock Qwen2 decoder, and its image tokenizer.
+"""Loads published NextStep-1 (and 1.1) on transformers' stock Qwen2 decoder, and its image tokenizer.
 
-The decoder's weights are a Llama's with biases of queries, keys and values alone, which is Qwen2.
+The decoder's weights are a Llama's with biases of only queries, keys and values, which is Qwen2.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from visspec.models.published_tensors import Rules, Weights, one_sentence
 
 RULES: Rules = ((r"^(embed_tokens|layers|norm)\.", r"model.\1."),)
 HEAD, TABLE = "image_head.net.", "gen_pos_embed"
-# of the text head, which draws no images, and tables that are computed
+# the text head, which is not used for images, and tables that are computed
 NOT_WEIGHTS = r"lm_head\.|.*rotary_emb\."
-DECODER_FIELDS = (  # not implied by shapes; the names are the same in transformers
+DECODER_FIELDS = (  # entries not implied by shapes, with the same names in transformers
     "num_attention_heads",
     "hidden_act",
     "max_position_embeddings",
     "rms_norm_eps",
     "rope_theta",
     "rope_scaling",
-    "rope_parameters",  # both of them, as named by transformers 5
+    "rope_parameters",  # replaces the two above in transformers 5
     "bos_token_id",
     "eos_token_id",
     "pad_token_id",
@@ -40,7 +40,7 @@ PATCH = ("latent_patch_size", "patch_size")  # names in configurations of the fi
 
 
 def load_nextstep(folder: str | Path, normalised: bool) -> NextStep:
-    """A NextStep-1 network from the authors' folder. normalised: see `NextStep`; the folder does not tell."""
+    """Load a NextStep-1 network from the authors' folder, which does not state `normalised` (see `NextStep`)."""
     published = read_json(Path(folder), "config.json")
     table = published.get("use_gen_pos_embed", False)
     weights = Weights.read(folder, RULES, NOT_WEIGHTS if table else rf"{NOT_WEIGHTS}|{TABLE}$")
@@ -49,7 +49,7 @@ def load_nextstep(folder: str | Path, normalised: bool) -> NextStep:
 
 
 def config_of(weights: Weights, published: Mapping[str, Any]) -> tuple[NextStepConfig, Qwen2Config]:
-    """The configurations for the authors' config.json and the shapes of the weights; shapes take precedence."""
+    """Build configurations from the authors' config.json and the shapes of the weights; shapes take precedence."""
     fields = _decoder_fields(weights, published)
     with one_sentence(weights.where):
         decoder = Qwen2Config(**fields, use_sliding_window=False)
@@ -68,7 +68,7 @@ def config_of(weights: Weights, published: Mapping[str, Any]) -> tuple[NextStepC
 
 
 def _decoder_fields(weights: Weights, published: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the decoder's configuration: sizes from the weights, the rest from the authors' config.json."""
+    """Return the decoder's configuration arguments: sizes from the weights, the rest from the authors' config.json."""
     vocab, hidden = weights.shape("model.embed_tokens.weight", 2)
     keys = weights.shape("model.layers.0.self_attn.k_proj.weight", 2)[0]
     fields = {name: published[name] for name in DECODER_FIELDS if published.get(name) is not None}
@@ -84,9 +84,9 @@ def _decoder_fields(weights: Weights, published: Mapping[str, Any]) -> dict[str,
 
 
 def load_nextstep_vae(folder: str | Path) -> AutoencoderKL:
-    """NextStep-1's image tokenizer, from safetensors (converted `checkpoint.pt`) beside its config.json.
+    """Load NextStep-1's image tokenizer from safetensors (converted `checkpoint.pth`) beside its config.json.
 
-    It decodes as the authors'; their encoder normalises latents, which this class does not.
+    It decodes as the authors' class does; their encoder also normalizes latents, which this class does not.
     """
     published = read_json(Path(folder), "config.json")
     factor: Any = published.get("scaling_factor")
@@ -98,8 +98,8 @@ def load_nextstep_vae(folder: str | Path) -> AutoencoderKL:
 
 
 def published(weights: Path, vq: Path) -> NextStepImageModel:
-    """A NextStep-1 with its image tokenizer, of the authors' folders."""
-    normalised = read_json(weights, "config.json").get(PATCH[0]) is not None  # of the first release
+    """Build a NextStep-1 with its image tokenizer from the authors' folders."""
+    normalised = read_json(weights, "config.json").get(PATCH[0]) is not None  # true for the first release
     net, codec = load_nextstep(weights, normalised), load_nextstep_vae(vq)
     network = {"sizes": vars(net.config), "decoder": net.model.config.to_dict(), "normalised": normalised}
     entries = {"network": network, "codec": settings_of(codec)}

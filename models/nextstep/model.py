@@ -1,4 +1,4 @@
-"""A NextStep-1 with its image tokenizer in one folder, as transformers writes folders."""
+"""Folder with a NextStep-1 and its image tokenizer, in transformers' layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from visspec.models.nextstep.network import NextStep, NextStepConfig
 
 
 class NextStepImageConfig(PartsConfig):
-    """network: `sizes` as in `NextStepConfig`, the `decoder` as in `Qwen2Config`, and whether tokens are `normalised`.
+    """network: `sizes`, see `NextStepConfig`; the `decoder`, see `Qwen2Config`; and whether tokens are `normalised`.
     codec: configuration of an `AutoencoderKL`.
     """
 
@@ -18,7 +18,7 @@ class NextStepImageConfig(PartsConfig):
 
 
 class NextStepImageModel(OwnImageModel):
-    """`net` draws vectors, `codec` turns them into pictures."""
+    """`net` generates vectors; `codec` decodes them to images."""
 
     config_class = NextStepImageConfig
     base_model_prefix = "net"

@@ -16,15 +16,15 @@ from visspec.models.layers import Network
 from visspec.models.published_tensors import stock
 from visspec.models.vectors.diffusion_head import EPSILON, DiffusionHead
 
-GUIDANCE = 7.5  # of the authors' examples
+GUIDANCE = 7.5  # from the authors' examples
 
 
 @dataclass(frozen=True)
 class NextStepConfig:
-    """Sizes beside the decoder's.
+    """Sizes other than the decoder's.
 
-    patch: latents along a side of a token. image_start: id before an image's tokens. positions: rows of the table that
-    is added to hidden states of an image's tokens; 0 without one.
+    patch: latents along one side of a token. image_start: id before an image's tokens. positions: rows of the table
+    that is added to hidden states of an image's tokens; 0 without a table.
     """
 
     size: int
@@ -36,12 +36,12 @@ class NextStepConfig:
 
     @property
     def channels(self) -> int:
-        """Of the latents."""
+        """Number of latent channels."""
         return self.size // self.patch**2
 
 
 class NextStep(Network):
-    """normalised: whether drawn tokens are normalised to mean 0 and variance 1, as in the authors' examples for the
+    """normalised: whether drawn tokens are normalized to mean 0 and variance 1, as in the authors' examples for the
     first release (`use_norm`); those for version 1.1 do not.
     """
 
@@ -68,15 +68,15 @@ class NextStep(Network):
         return head
 
     def as_values(self, values: Tensor) -> Tensor:
-        """What stands in the image for values (..., d) of the head's chains."""
+        """Convert values (..., d) of the head's chains to the image's values."""
         return F.layer_norm(values, values.shape[-1:], eps=EPSILON) if self.normalised else values
 
     def embed(self, values: Tensor) -> Tensor:
-        """Inputs of the decoder (..., D) for values (..., d) of the head's chains."""
+        """Return inputs of the decoder (..., D) for values (..., d) of the head's chains."""
         return self.image_in_projector(self.as_values(values).to(self.dtype))
 
     def conditions(self, hidden_BND: Tensor, index_BN: Tensor) -> Tensor:
-        """Conditions of the head (B, N, D) for an image's tokens `index`, from hidden states of those before them."""
+        """Return the head's conditions (B, N, D) for tokens `index` of an image, from the hidden states before them."""
         if self.config.positions:
             hidden_BND = hidden_BND + self.gen_pos_embed[0, index_BN.clamp(max=self.config.positions - 1)]
         return self.image_out_projector(hidden_BND)

@@ -1,7 +1,7 @@
 """NextStep-1 on `visspec.models.nextstep.network`: prompts, guidance and pixels as in the authors' first pipeline.
 
-A prompt's words are followed by the size of the image in tokens and the id that begins it; the unconditional prompt is
-the same after no words, or negative ones. Guidance is constant over an image. (arXiv 2508.10711)
+A prompt's words are followed by the size of the image in tokens and the id that begins it. The unconditional prompt has
+no words, or negative ones, instead. Guidance is constant over an image. (arXiv 2508.10711)
 
 Shapes: B requests, R = B or 2 B rows, N nodes, d size of a token, C hidden size.
 """
@@ -28,16 +28,16 @@ from visspec.models.vectors.head_distribution import HeadDistributions
 from visspec.models.vectors.target import VectorFamily
 from visspec.types import Draft, Request, Scores, State
 
-STEPS, SIDE = 50, 512  # of the authors' examples
-STEPS_V11 = 30  # of those for version 1.1
+STEPS, SIDE = 50, 512  # from the authors' examples
+STEPS_V11 = 30  # from those for version 1.1
 AREA = "<|image_area|>"
 
 
 class NextStepImages(VectorFamily):
     """processor: the model's tokenizer, padding on the left. autoencoder:
-    `visspec.models.nextstep.layout.load_nextstep_vae`, or a folder's. plan: steps of chains
-    (`visspec.models.nextstep.flow`); default, those of the release's examples, with noise in the last. settings: a
-    generation_config in place of a folder's.
+    `visspec.models.nextstep.layout.load_nextstep_vae`, or the folder's. plan: steps of the chains
+    (`visspec.models.nextstep.flow`); by default those of the release's examples, with noise in the last. settings: a
+    generation_config that replaces the folder's.
     """
 
     name = "nextstep"
@@ -100,7 +100,7 @@ class NextStepTarget(ImageAR):
         )
 
     def fix_widths(self) -> None:
-        """Images are drawn one at a time then, and drafts keep the distribution, not the vectors."""
+        """Do nothing: images are then drawn one at a time, and drafts keep the distribution, not the vectors."""
 
     def _open_buffer(self, request: Request) -> tuple[Tensor, VectorBuffer]:
         self.family.check_sampling(request.sampling)
@@ -111,7 +111,7 @@ class NextStepTarget(ImageAR):
         return self.family.model.embed(draft.value)
 
     def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
-        """Laws of the tokens after nodes, from hidden states (R, N, C), the unconditional ones last under guidance."""
+        """Return distributions after nodes from hidden states (R, N, C), under guidance the unconditional ones last."""
         request, sampling = state.request, state.request.sampling
         index_BN = state.position[:, None] + draft.tree.depth + (1 - request.inputs.ids.shape[1])
         condition = self.family.model.conditions(last, index_BN.repeat(len(last) // len(index_BN), 1))

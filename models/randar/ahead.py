@@ -1,9 +1,9 @@
-"""An any-order model as drafter of itself: distributions of later codes given what is known, without those in between.
+"""An any-order model as its own drafter: distributions of later codes given what is known, without those in between.
 
-The pass that verifies a draft gives, after each of its nodes, the distributions of the places after the next one
-(`targets.randar`); those after the last accepted node are the next draft's. So draft and verification come from one
-network (any-subset speculative decoding, ASSD: Guo and Ermon, ICLR 2026) and a round is one pass, not two; in exchange
-the pending code is not among what a draft's distributions are given. B rows, A later places, V codes.
+The pass that verifies a draft also gives, after each of its nodes, the distributions of the places after the next one
+(`models.randar.target`); those after the last accepted node are the next draft's. So one network drafts and verifies
+(any-subset speculative decoding, ASSD: Guo and Ermon, ICLR 2026), in one pass per round instead of two; in exchange, a
+draft's distributions are not conditioned on the pending code. B rows, A later places, V codes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State,
 
 
 class Ahead(Drafter):
-    """levels: codes of a draft, each an input more of every node of the pass after it."""
+    """levels: codes per draft; each adds one input per node to the pass before it."""
 
     def __init__(self, levels: int = 8):
         if not 1 <= levels <= 64:
@@ -25,7 +25,7 @@ class Ahead(Drafter):
         self.traits = DrafterTraits(levels=levels, any_order=True, ahead=levels)
 
     def start(self, state: State, scores: Scores) -> None:
-        ahead_BNAV = scores.aux["ahead"]  # also of rows that ended with their first code
+        ahead_BNAV = scores.aux["ahead"]  # includes rows that ended with their first code
         state.memory = ahead_BNAV[to_device(state.rows, ahead_BNAV.device), 0]
 
     def propose(self, state: State, depth: int) -> Draft:
@@ -37,8 +37,8 @@ class Ahead(Drafter):
             return trees.chain_draft(state.pending, distribution.logits.argmax(dim=-1))
         drawn = [state.noise.draft(Categorical(distribution.logits[:, level]), level) for level in range(depth)]
         values, distributions = zip(*drawn)
-        given = [q for q in distributions if q is not None]
-        return trees.chain_draft(state.pending, torch.stack(values, dim=1), Categorical.chain(given) if given else None)
+        laws = [q for q in distributions if q is not None]
+        return trees.chain_draft(state.pending, torch.stack(values, dim=1), Categorical.chain(laws) if laws else None)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         last_B1 = verdict.path.gather(1, verdict.length[:, None] - 1)

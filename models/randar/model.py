@@ -1,6 +1,6 @@
-"""RandAR behind a prompt of words, with the VQ model of its codes in one folder, as transformers writes folders.
+"""Folder with a RandAR for prompts of words and the VQ model of its codes, in transformers' layout.
 
-Shapes: B prompts, P words of the longest prompt, F features of a word.
+Shapes: B prompts, P words of the longest prompt, F features per word.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from visspec.models.llamagen.randar import RandAR
 
 
 class RandARImageConfig(PreTrainedConfig):
-    """network: layers, heads, hidden_size and more, as in `LlamaGenConfig`. vocab: words; words: of the longest
-    prompt; features: of a word. vq_config: of the codes.
+    """network: layers, heads, hidden_size and more, see `LlamaGenConfig`. vocab: number of words; words: length of the
+    longest prompt; features: per word. vq_config: configuration of the codes' VQ model.
     """
 
     model_type = "randar_image"
@@ -34,16 +34,16 @@ class RandARImageConfig(PreTrainedConfig):
         vq_config: JanusVQVAEConfig | dict[str, Any] | None = None,
         **options: Any,
     ):
-        given = vq_config if isinstance(vq_config, JanusVQVAEConfig) else JanusVQVAEConfig(**(vq_config or {}))
-        self.vq_config = given
+        vq = vq_config if isinstance(vq_config, JanusVQVAEConfig) else JanusVQVAEConfig(**(vq_config or {}))
+        self.vq_config = vq
         self.network = {"layers": 1, "heads": 1, "hidden_size": 16} | (network or {})
         self.vocab, self.words, self.features = vocab, words, features
-        self.sizes  # noqa: B018, refuses what is no network
+        self.sizes  # noqa: B018, raises for an invalid network
         super().__init__(**options)
 
     @property
     def sizes(self) -> LlamaGenConfig:
-        """The network's."""
+        """The network's configuration."""
         return LlamaGenConfig(
             **self.network,
             grid=self.vq_config.num_patches,
@@ -56,7 +56,7 @@ class RandARImageConfig(PreTrainedConfig):
 
 
 class RandARImageModel(OwnImageModel):
-    """`net` draws codes, `vqmodel` (a stock `JanusVQVAE`) turns them into pictures and back."""
+    """`net` generates codes; `vqmodel` (a stock `JanusVQVAE`) converts between them and images."""
 
     config_class = RandARImageConfig
     base_model_prefix = "net"
@@ -74,7 +74,7 @@ class RandARImageModel(OwnImageModel):
         return JanusCodec(self.vqmodel)
 
     def features(self, ids_BL: Tensor, real_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """Prompts padded on the left -> the condition (B, P, F), zero at padding, and which of it is real (B, P). Words
+        """Embed left-padded prompts as conditions (B, P, F), zero at padding, with a mask of real words (B, P). Words
         are counted from the end of a prompt. Raises ValueError for prompts of more than P words.
         """
         most, longest = self.config.words, int(real_BL.sum(dim=1).max())
@@ -85,31 +85,31 @@ class RandARImageModel(OwnImageModel):
 
 
 class JanusCodec:
-    """A stock `JanusVQVAE` as `vqgan.ImageCodec` shows others."""
+    """A stock `JanusVQVAE` with the interface of `vqgan.ImageCodec`."""
 
     def __init__(self, model: JanusVQVAE):
         self.model = model
 
     @property
     def codebook(self) -> Tensor:
-        """(K, D): the vectors used by the decoder, of unit length."""
+        """The vectors that the decoder uses, (K, D), of unit length."""
         return F.normalize(self.model.quantize.embedding.weight.detach(), dim=-1)
 
     @property
     def factor(self) -> int:
-        """Pixels per code, along a side."""
+        """Pixels per code, along one side."""
         return 2 ** (len(self.model.config.channel_multiplier) - 1)
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Codes (B, T) in raster order -> pixels (B, height, width, 3), float32 in [-1, 1]."""
+        """Decode codes (B, T) in raster order to pixels (B, height, width, 3), float32 in [-1, 1]."""
         return self.model.decode(cast(torch.LongTensor, tokens)).permute(0, 2, 3, 1).float().clamp(-1, 1)
 
     @torch.no_grad()
     def encode(self, pixels: Tensor) -> Tensor:
-        """Pixels (B, height, width, 3) in [-1, 1] -> codes (B, T) int64."""
-        made = self.model.encode(pixels.permute(0, 3, 1, 2).to(self.model.dtype))
-        return made.image_tokens.view(len(pixels), -1)
+        """Encode pixels (B, height, width, 3) in [-1, 1] to codes (B, T), int64."""
+        encoded = self.model.encode(pixels.permute(0, 3, 1, 2).to(self.model.dtype))
+        return encoded.image_tokens.view(len(pixels), -1)
 
 
 load = RandARImageModel.read

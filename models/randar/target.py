@@ -1,16 +1,16 @@
-"""Any-order image models in RandAR's form as targets of the loop: a node is a rank of the order of the row.
+"""Any-order image models in RandAR's form as targets of the loop: a node is a rank in the row's order.
 
-A pass has a pair of inputs for each node of a draft, its code and the query of the place that comes after it, on which
-the distribution after the node is read; both stay in the cache, for later codes attend to both. The order belongs to
-the request (`Request.order`), and codes that are given (`Request.known`) come first in it, with the prompt.
+A pass has a pair of inputs for each node of a draft: its code, and the query of the place that comes after it, whose
+output is the distribution after the node. Both stay in the cache, because later codes attend to both. The order belongs
+to the request (`Request.order`), and given codes (`Request.known`) come first in it, with the prompt.
 
-With `ahead` A, every node has A queries more, of the places after the next one. They see what their node sees, not each
-other, and nothing attends to them: distributions of later codes without those in between, from which a drafter draws
-the next draft (`drafters.ahead`) at no further pass. Draft and verification come from one network (any-subset
+With `ahead` A, every node has A more queries, for the places after the next one. They see what their node sees but not
+each other, and nothing attends to them. They give distributions of later codes without those in between, from which a
+drafter draws the next draft (`models.randar.ahead`) without another pass. One network drafts and verifies (any-subset
 speculative decoding, Guo and Ermon), in one pass where the published form takes two.
 
-Shapes: B requests, R = B or 2 B cache rows, P prefix, K codes of the row that was given most, N nodes, A later places,
-Q = 1 + A queries of a node, S = 2 N + N A inputs of a pass, T places, V codes, d hidden size.
+Shapes: B requests, R = B or 2 B cache rows, P prefix, K maximum number of given codes over the rows, N nodes, A later
+places, Q = 1 + A queries per node, S = 2 N + N A inputs of a pass, T places, V codes, d hidden size.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from visspec.types import FREE, Draft, DrafterTraits, Outcome, Request, Scores, 
 
 
 class RandARImages(LlamaGenImages):
-    """Prompts as LlamaGen has them. Images come in any order of their places, and from a part of their codes."""
+    """Prompts are LlamaGen's. Images are generated in any order of their places, and from a part of their codes."""
 
     name = "randar"
     draws = "any order"
@@ -54,7 +54,7 @@ class RandARImages(LlamaGenImages):
 
     @property
     def prefix(self) -> int:
-        """Position ids before those of places."""
+        """Number of position ids before those of places."""
         return self.model.config.prefix
 
     def pixel_size(self) -> tuple[int, int]:
@@ -68,7 +68,7 @@ class RandARImages(LlamaGenImages):
 
 
 class PromptedRandARImages(RandARImages):
-    """`RandARImageModel`, a folder with a RandAR and its VQ model, as a family: prompts are texts."""
+    """`RandARImageModel`, a folder with a RandAR and its VQ model, as a family with texts as prompts."""
 
     load = staticmethod(load)
 
@@ -86,7 +86,7 @@ class PromptedRandARImages(RandARImages):
 
 
 class RankBuffer(TokenBuffer):
-    """Ids in the order in which they are drawn; `values` are in raster order, FREE where none is drawn yet."""
+    """Ids in the order of drawing; `values` are in raster order, FREE where none is drawn yet."""
 
     def __init__(self, request: Request, rows: int):
         super().__init__(request, rows)
@@ -95,10 +95,10 @@ class RankBuffer(TokenBuffer):
 
     def in_generation_order(self, row: int, items: list[Any], given: str | int | None = None) -> list[Any]:
         order, drawn = self.orders[row], items[: len(self.orders[row]) - self.given[row]]
-        found = [given] * len(order)
+        placed = [given] * len(order)
         for place, item in zip(order[self.given[row] :], drawn):
-            found[place] = item
-        return found
+            placed[place] = item
+        return placed
 
     def values(self, row: int) -> Tensor:
         drawn_T = torch.tensor(self.in_generation_order(row, self.tokens[row], FREE), dtype=torch.long)
@@ -107,13 +107,13 @@ class RankBuffer(TokenBuffer):
 
 
 class RankLayers(SlotLayers):
-    """The cache of a request, and its live rows' orders (B, T)."""
+    """The cache of a request, with its live rows' orders (B, T)."""
 
     order: Tensor
 
 
 class RandARTarget(ImageAR):
-    """`RandARImages` as a target. Drafts may be trees. ahead: queries of later places for every node."""
+    """`RandARImages` as a target. Drafts may be trees. ahead: queries of later places per node."""
 
     family: RandARImages
 
@@ -129,9 +129,9 @@ class RandARTarget(ImageAR):
         return Target.revise(self, state, tokens, places, seen)
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
-        """Run the prompts (`request.inputs` is a `Prompt`) and the given codes. Scores: distributions (B, 1) of the
-        first codes that are drawn. Raises ValueError, before any pass, for an order or given codes that are not the
-        image's.
+        """Run the prompts (`request.inputs` is an `EncodedPrompt`) and the given codes. Scores: distributions (B, 1) of
+        the first codes to be drawn. Raises ValueError, before any pass, for an order or given codes that do not fit the
+        image.
         """
         prompt: EncodedPrompt = request.inputs
         rows, copies = len(prompt.ids), len(prompt.embeds) // len(prompt.ids)
@@ -161,7 +161,7 @@ class RandARTarget(ImageAR):
         return state, self._read(state, trees.empty_draft(state.pending), hidden[:, length - 1 :], 1)
 
     def _given_codes(self, request: Request, output: RankBuffer, order_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Given codes (B, K) in the order, their places, and which are real: rows with fewer are padded on the left."""
+        """Return given codes (B, K) in order, their places, and a mask of real ones; shorter rows are left-padded."""
         most = max(output.given)
         real_BK = to_device([[False] * (most - n) + [True] * n for n in output.given], self.device).bool()
         if request.known is None or most == 0:
@@ -173,7 +173,7 @@ class RandARTarget(ImageAR):
         return codes_BK.to(self.device), places_BK.to(self.device), real_BK
 
     def verify(self, state: State, draft: Draft) -> Scores:
-        """One pass over all nodes and their queries, both guidance rows of each. Scores for (B, N)."""
+        """Run one pass over all nodes and their queries, and over both guidance rows. Returns scores for (B, N)."""
         cache: RankLayers = state.cache
         slots: SlotCache = cache.slots
         model, copies = self.family.model, _twice(state)
@@ -200,14 +200,14 @@ class RandARTarget(ImageAR):
         state.cache.order = state.cache.order[to_device(keep, self.device)]
 
     def _places(self, order_BT: Tensor, rank_BN: Tensor, first: int) -> Tensor:
-        """(B, N, Q): places of the Q ranks that are `first` and more after these; beyond the end, the last of all."""
+        """Return places (B, N, Q) of the Q ranks from `first` after these on; beyond the end, the last place."""
         rank_BNQ = rank_BN[..., None] + torch.arange(first, first + 1 + self.ahead, device=rank_BN.device)
         rank_BNQ = rank_BNQ.clamp(0, order_BT.shape[1] - 1).expand(len(order_BT), -1, -1)
         return order_BT.gather(1, rank_BNQ.flatten(1)).view(rank_BNQ.shape)
 
     def _read(self, state: State, draft: Draft, hidden: Tensor, nodes: int) -> Scores:
-        """Scores of nodes from hidden states (R, 2 N - 1 + N A, d): those of the queries, with codes in between, and
-        the later ones.
+        """Return scores of nodes from hidden states (R, 2 N - 1 + N A, d): those of the queries, interleaved with
+        codes, then the later queries.
         """
         scores = self._scores(state, draft, hidden[:, : 2 * nodes : 2][:, :nodes], hidden)
         if not self.ahead:
@@ -219,7 +219,7 @@ class RandARTarget(ImageAR):
 
 
 def prefill_mask(real_RS: Tensor, ahead: int) -> Tensor:
-    """What a prefill's inputs see, (R, S + A, S + A) bool: inputs S, the last of them a query, and A queries more."""
+    """Return a prefill's mask (R, S + A, S + A) bool, for S inputs that end with a query and A more queries."""
     rows, length = real_RS.shape
     seen = torch.zeros(rows, length + ahead, length + ahead, dtype=torch.bool, device=real_RS.device)
     seen[:, :length, :length] = torch.ones(length, length, dtype=torch.bool, device=real_RS.device).tril()
@@ -231,13 +231,13 @@ def prefill_mask(real_RS: Tensor, ahead: int) -> Tensor:
 
 @lru_cache(maxsize=64)
 def asking(ahead: int) -> Callable[[Tree], Tree]:
-    """The tree of a pass from that of its draft: code and query of each node, then the later queries of each."""
+    """Return a function from a draft's tree to the pass's: code and query of each node, then the later queries."""
 
     def derive(tree: Tree) -> Tree:
         nodes, device = tree.size, tree.parent.device
         seen = tree.ancestor.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
         own = torch.arange(nodes, device=device)
-        seen[:, 2 * own, 2 * own + 1] = False  # a code does not see the query behind it
+        seen[:, 2 * own, 2 * own + 1] = False  # a code does not see the query after it
         later = seen[:, ::2].repeat_interleave(ahead, dim=1)
         alone = torch.eye(nodes * ahead, dtype=torch.bool, device=device).expand(len(seen), -1, -1)
         before = torch.cat([seen, seen.new_zeros(len(seen), 2 * nodes, nodes * ahead)], dim=2)

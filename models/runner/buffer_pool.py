@@ -55,8 +55,8 @@ class KVBuffers:
 
     def contains(self, first: Tensor, wanted: int, queue: int) -> bool:
         """Whether a request's tensors (`first` is one of them) are in these buffers, with room for `wanted` slots."""
-        here = first.data_ptr() == self.tensors[0].data_ptr()  # false if it needed more rows and moved out
-        return here and self.slots >= wanted and self.kind[2] == queue
+        in_place = first.data_ptr() == self.tensors[0].data_ptr()  # false if it needed more rows and moved out
+        return in_place and self.slots >= wanted and self.kind[2] == queue
 
 
 class BufferLease:
@@ -140,15 +140,15 @@ class GraphBufferPool(Recordings):
 
     def _drop(self, count: int) -> None:
         """Free the least recently used idle buffers, and their recordings."""
-        gone = {stores.number for stores in self.idle[: max(count, 0)]}
-        self.idle = [stores for stores in self.idle if stores.number not in gone]
-        self.recordings = {key: held for key, held in self.recordings.items() if key[0] not in gone}
+        evicted = {stores.number for stores in self.idle[: max(count, 0)]}
+        self.idle = [stores for stores in self.idle if stores.number not in evicted]
+        self.recordings = {key: held for key, held in self.recordings.items() if key[0] not in evicted}
 
 
 def allocated_bytes(kind: tuple) -> KVBuffers:
     rows, slots, _, parts = kind
-    made = [torch.empty(rows, *ahead, slots, *behind, dtype=dtype, device=dev) for ahead, behind, dtype, dev in parts]
-    return KVBuffers(kind, made)
+    new = [torch.empty(rows, *ahead, slots, *behind, dtype=dtype, device=dev) for ahead, behind, dtype, dev in parts]
+    return KVBuffers(kind, new)
 
 
 def one_line(error: Exception) -> str:

@@ -80,8 +80,8 @@ class CompiledFunctions:
                 yield
         except Exception as error:
             cause = getattr(error, "inner_exception", error)
-            said = str(cause).splitlines()[0] if str(cause) else ""
-            self.refuse(f"{what} that fail when compiled ({type(cause).__name__}: {said})")
+            message = str(cause).splitlines()[0] if str(cause) else ""
+            self.refuse(f"{what} that fail when compiled ({type(cause).__name__}: {message})")
             return
         finally:
             self._warming = False
@@ -98,12 +98,12 @@ class CompiledFunctions:
         compiler: Callable = torch._dynamo.lookup_backend(BACKEND)
         if BACKEND == "inductor" and all(x.device.type == "cpu" for x in inputs if isinstance(x, Tensor)):
             # call kernels from C++ as well: calls from Python take a tenth of the time of a small model
-            made = compiler(graph, inputs, config_patches={"cpp_wrapper": True})
+            compiled = compiler(graph, inputs, config_patches={"cpp_wrapper": True})
         else:
-            made = compiler(graph, inputs)
+            compiled = compiler(graph, inputs)
         self.graphs += 1
         self.late += not self._warming
-        return made
+        return compiled
 
 
 class CompiledPasses(CompiledFunctions):
@@ -196,24 +196,24 @@ def stepwise(model: nn.Module, decoder: nn.Module) -> Any:
         widths = [part.shape[1] for part in map(kwargs.get, ("input_ids", "inputs_embeds")) if part is not None]
         return (steps if widths == [1] else decoder.forward)(*args, **kwargs)
 
-    found = view(model, decoder, forward)
-    if found is None:
+    compiled = view(model, decoder, forward)
+    if compiled is None:
         raise ValueError("--compile: got a model that can't be compiled, expected one without forwards of its own")
-    return found
+    return compiled
 
 
 def form(decoder: nn.Module) -> tuple:
     """Return what a decoder's graphs assume: its modules, their mode, hooks and adapters, and their weights' dtypes,
     devices and shapes.
     """
-    found: list[Any] = []
+    facts: list[Any] = []
     for module in decoder.modules():
-        found += (id(module), module.training, module is not decoder and bool(foreign(module)))
-        found += (repr(vars(module)[name]) for name in ADAPTER if name in vars(module))
+        facts += (id(module), module.training, module is not decoder and bool(foreign(module)))
+        facts += (repr(vars(module)[name]) for name in ADAPTER if name in vars(module))
         for weight in (*module._parameters.values(), *module._buffers.values()):
             if weight is not None:
-                found += (weight.dtype, weight.device, weight.shape)
-    return tuple(found)
+                facts += (weight.dtype, weight.device, weight.shape)
+    return tuple(facts)
 
 
 def foreign(module: nn.Module) -> list:
@@ -244,9 +244,9 @@ def steadily() -> Iterator[None]:
     """
     from torch.fx.experimental import _config
 
-    wanted: tuple = (_config, "use_duck_shape", False), (torch._dynamo.config, "specialize_float", True)
+    settings: tuple = (_config, "use_duck_shape", False), (torch._dynamo.config, "specialize_float", True)
     with ExitStack() as stack:
-        for config, name, value in wanted:
+        for config, name, value in settings:
             if hasattr(config, name):
                 stack.enter_context(config.patch({name: value}))  # type: ignore[attr-defined]
         yield

@@ -69,34 +69,34 @@ class GraphedForward(GraphBufferPool):
         """
         slots: SlotCache = state.cache.slots
         nodes = capacity(tree.size)
-        wanted = self.bucket(slots.length + nodes)
+        room = self.bucket(slots.length + nodes)
         record = self.recorder(given[0].device)
-        if self.refused or record is None or wanted is None or not (self.recordings or self.due(state.request)):
+        if self.refused or record is None or room is None or not (self.recordings or self.due(state.request)):
             return None
         if self.decoder.training or torch.is_autocast_enabled(given[0].device.type):
             return None
         with REPLAYING, torch.cuda.device_of(given[0]):
             try:
-                stores = self._stores(slots, wanted, stream(given[0].device))
+                stores = self._stores(slots, room, stream(given[0].device))
                 start_R = self.masks.backend.first_slots(slots)
                 attn_metadata = [*given, *self._attn_metadata(slots, stores, tree, start_R)]
-                told, kinds = start_R is not None, [(x.shape[2:], x.dtype) for x in given]
-                key = (stores.number, len(slots.lengths), nodes, len(attn_metadata), told, *kinds)
-                held = self.recordings.pop(key, None)
-                if held is not None:
-                    held.fill(attn_metadata)
-                    held.replay()
+                unmasked, kinds = start_R is not None, [(x.shape[2:], x.dtype) for x in given]
+                key = (stores.number, len(slots.lengths), nodes, len(attn_metadata), unmasked, *kinds)
+                recording = self.recordings.pop(key, None)
+                if recording is not None:
+                    recording.fill(attn_metadata)
+                    recording.replay()
                 elif self.due(state.request):
-                    held = self._record(
-                        record, state.cache, stores, nodes, attn_metadata, len(given), told, forward, eager
+                    recording = self._record(
+                        record, state.cache, stores, nodes, attn_metadata, len(given), unmasked, forward, eager
                     )
                 else:
                     return None
             except Exception as error:
                 self.refuse(f"passes of {self.name} run without CUDA graphs: {one_line(error)}")
                 return None
-            self.recordings[key] = held  # moves it to the end, as the most recently used
-            return [None if x is None else x[:, : tree.size].clone() for x in held.output]
+            self.recordings[key] = recording  # moves it to the end, as the most recently used
+            return [None if x is None else x[:, : tree.size].clone() for x in recording.output]
 
     def finish(self, slots: SlotCache, keep: bool) -> None:
         """Return the stores of a request that has ended. keep: copy its keys and values first, for further use."""
@@ -163,11 +163,11 @@ class GraphedForward(GraphBufferPool):
                 attention = self.masks.whole(ancestor, depth, length, last[0] if last else None, stores.slots)
             return forward(scratch, attention, *given)
 
-        held = Recording(inputs, *record(call))
-        held.replay()
-        close(held.output[0][:, : want.shape[1]].float(), want, scratch.slots.keys[0].dtype)
+        recording = Recording(inputs, *record(call))
+        recording.replay()
+        close(recording.output[0][:, : want.shape[1]].float(), want, scratch.slots.keys[0].dtype)
         self.graphs += 1
-        return held
+        return recording
 
     def _head(self) -> Any:
         return getattr(self.model, "get_output_embeddings", lambda: None)()

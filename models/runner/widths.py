@@ -78,12 +78,12 @@ class PassWidths:
             numbers = range(nodes, nodes + WIDER + 1)
             with torch.inference_mode():
                 self._found[key] = next((n for n in numbers if self._agrees(rows * n) and self._attends(n)), None)
-        if (found := self._found[key]) is None:
+        if (width := self._found[key]) is None:
             raise ValueError(
                 f"batch_invariant: found no width for {rows} rows of {nodes} nodes at which {self.dtype} products on"
                 f" {self.device.type} agree. Leave batch_invariant out."
             )
-        return found
+        return width
 
     def extent(self, slots: int) -> int:
         """Return the smallest allowed number of slots, at least `slots`, for passes to attend to.
@@ -95,13 +95,13 @@ class PassWidths:
         key = first, torch.get_num_threads()
         if key not in self._extents:
             with torch.inference_mode():
-                found = next((n for n in range(first, first + BLOCK, STEP) if self._splits(n)), None)
-            if found is None:
+                result = next((n for n in range(first, first + BLOCK, STEP) if self._splits(n)), None)
+            if result is None:
                 raise ValueError(
                     f"batch_invariant: found no number of keys above {slots} at which {self.dtype} attention on"
                     f" {self.device.type} agrees. Leave batch_invariant out."
                 )
-            self._extents[key] = found
+            self._extents[key] = result
         return self._extents[key]
 
     def pad(self, draft: Draft, times: int = 1) -> Draft:
@@ -135,8 +135,8 @@ class PassWidths:
         if (key := (*where, of, same)) not in _known:
             if (*where, same) not in _known:
                 _known[*where, same] = function(same, self.dtype, self.device)[:SAMPLES].clone()
-            found = function(of, self.dtype, self.device)
-            _known[key] = torch.equal(found, _tiled(_known[*where, same], len(found)))
+            result = function(of, self.dtype, self.device)
+            _known[key] = torch.equal(result, _tiled(_known[*where, same], len(result)))
         return _known[key]
 
 

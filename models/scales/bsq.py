@@ -49,12 +49,12 @@ class BitQuantizer(ScaleQuantizer):
 
     def encode(self, features: Tensor, scales: ScaleSizes) -> Tensor:
         """Encode features to bits (B, T): for each map, the signs of the residual averaged on its grid."""
-        found, left = [], features
+        bits, left = [], features
         for k in range(len(scales)):
             at = left if k == len(scales) - 1 else F.interpolate(left, size=self.grid(k, scales), mode="area")
-            found.append(self.rows((at > 0).long()).flatten(1))
-            left = left - self.part(k, scales, found[-1])
-        return torch.cat(found, dim=1)
+            bits.append(self.rows((at > 0).long()).flatten(1))
+            left = left - self.part(k, scales, bits[-1])
+        return torch.cat(bits, dim=1)
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,8 @@ class ScaleCache:
         store = self.stores[layer]
         if store is None:
             rows, heads, _, size = k.shape
-            made = [k.new_zeros(rows, heads, self.room + 1, size) for _ in range(2)]  # the last slot is for padding
-            store = self.stores[layer] = (made[0], made[1])
+            buffers = [k.new_zeros(rows, heads, self.room + 1, size) for _ in range(2)]  # the last slot is for padding
+            store = self.stores[layer] = (buffers[0], buffers[1])
         return store
 
     def _visible(self, device: torch.device) -> Tensor:

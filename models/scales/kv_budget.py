@@ -41,8 +41,8 @@ class CacheBudget:
         """Raise ValueError unless the budget has a number for every layer and every scale but the last."""
         shape = len(self.tokens), {len(row) for row in self.tokens}
         if shape != (depth, {len(scales) - 1}):
-            found = f"{shape[0]} layers of {sorted(shape[1])} scales"
-            raise ValueError(f"budget: got {found}, expected {depth} layers of {len(scales) - 1}, all but the last")
+            actual = f"{shape[0]} layers of {sorted(shape[1])} scales"
+            raise ValueError(f"budget: got {actual}, expected {depth} layers of {len(scales) - 1}, all but the last")
 
     def whole(self, scales: ScaleSizes) -> bool:
         """Whether no token is ever dropped."""
@@ -81,9 +81,9 @@ class CacheBudget:
             tight = depth - len(loose)
             least = min(window, scales.sizes[k])
             refined = average if not loose else max(least, round(average * (1 - decay * (i + 1) / len(short))))
-            given = (average * depth - refined * tight) // len(loose) if loose else 0
+            extra = (average * depth - refined * tight) // len(loose) if loose else 0
             for layer in range(depth):
-                rows[layer][k] = min(scales.begins[k + 1], given) if layer in loose else refined
+                rows[layer][k] = min(scales.begins[k + 1], extra) if layer in loose else refined
         return cls(tuple(map(tuple, rows)), window)
 
     def bytes(self, model: NextScale, rows: int) -> list[int]:
@@ -118,7 +118,7 @@ class BudgetedCache:
         self.scale = first
 
     def open_at(self, slots_RQ: Tensor, end: int) -> None:
-        raise ValueError("scales: got rows at different ones, expected all at the same")
+        raise ValueError("scales: got rows at different scales, expected one scale for all")
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         store, before = self.stores[layer], self.bytes
@@ -187,10 +187,10 @@ def pool_scores(score_RHM: Tensor, places_RHM: Tensor, scales: ScaleSizes, scale
     """Average scores over the kept neighbors on the grid of their own scale."""
     size = (*score_RHM.shape[:2], scales.begins[scale + 1])
     dense = score_RHM.new_zeros(size).scatter(2, places_RHM, score_RHM)
-    there = score_RHM.new_zeros(size).scatter(2, places_RHM, 1.0)
+    present = score_RHM.new_zeros(size).scatter(2, places_RHM, 1.0)
     parts = []
     sizes = scales.sizes[: scale + 1]
-    for grid, values, known in zip(scales.grids, dense.split(sizes, dim=2), there.split(sizes, dim=2)):
+    for grid, values, known in zip(scales.grids, dense.split(sizes, dim=2), present.split(sizes, dim=2)):
         total, count = (F.avg_pool2d(x.unflatten(2, grid), POOL, 1, POOL // 2) for x in (values, known))
         parts.append((total / count.clamp(min=torch.finfo(count.dtype).tiny)).flatten(2))
     return torch.cat(parts, dim=2).gather(2, places_RHM)

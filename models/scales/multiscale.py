@@ -215,9 +215,9 @@ class MultiScaleVAE(ScaleVAE):
         super().__init__(shape.size, tuple(shape.channels * m for m in shape.multipliers), shape.blocks, attention=True)
         self.shape, self.factor = shape, 2 ** (len(shape.multipliers) - 1)
         self.quantize = Quantizer(shape.codes, shape.size, shape.shared)
-        around: dict[str, Any] = {"kernel_size": shape.kernel, "padding": shape.kernel // 2}
-        self.quant_conv = nn.Conv2d(shape.size, shape.size, **around)
-        self.post_quant_conv = nn.Conv2d(shape.size, shape.size, **around)
+        convolution: dict[str, Any] = {"kernel_size": shape.kernel, "padding": shape.kernel // 2}
+        self.quant_conv = nn.Conv2d(shape.size, shape.size, **convolution)
+        self.post_quant_conv = nn.Conv2d(shape.size, shape.size, **convolution)
 
     def latents(self, pixels: Tensor) -> Tensor:
         return self.quant_conv(self.encoder(pixels))

@@ -67,7 +67,7 @@ class ConditionState:
         self.after = after
         x_RQC, places = self._open(inputs)
         hidden = self.net(x_RQC, self.given, self.cache.attend, places)
-        found = []
+        out = []
         for first, images, x, number in inputs:
             own, given = hidden, self.given
             if images is not None:
@@ -76,11 +76,11 @@ class ConditionState:
             kept = self.scales.sizes[first : first + number]
             if last and number:
                 first, kept, own = first + number - 1, kept[-1:], own[:, -kept[-1] :]
-            said = self.net.logits(own, given).split(kept, dim=1) if number else ()
+            logits = self.net.logits(own, given).split(kept, dim=1) if number else ()
             codes = self.net.config.codes  # a position's codes are adjacent
-            found.append(DistanceGroup(images, first, [part.unflatten(2, (-1, codes)).flatten(1, 2) for part in said]))
+            out.append(DistanceGroup(images, first, [part.unflatten(2, (-1, codes)).flatten(1, 2) for part in logits]))
         self.begun = True
-        return found
+        return out
 
     def keep(self, counts: list[int]) -> None:
         """Make the first counts[b] maps of the latest pass final."""
@@ -138,12 +138,12 @@ class ConditionState:
             if scale + 1 < len(self.scales):
                 parts.append(self.quantizer.shrink(features, scale + 1, self.scales))
         begin, copies = self.scales.begins[min(count + 1, len(self.scales))], self.copies
-        made = [] if self.begun else [self.net.first(self.given)]
+        inputs = [] if self.begun else [self.net.first(self.given)]
         if parts:
-            made.append(self.net.embed(torch.cat(parts, dim=1), begin).repeat(copies, 1, 1))
-        if not made:
-            made = [self.net.pos_start.new_zeros(copies * len(features), 0, self.net.config.width)]
-        return torch.cat(made, dim=1), len(parts) + (not self.begun)
+            inputs.append(self.net.embed(torch.cat(parts, dim=1), begin).repeat(copies, 1, 1))
+        if not inputs:
+            inputs = [self.net.pos_start.new_zeros(copies * len(features), 0, self.net.config.width)]
+        return torch.cat(inputs, dim=1), len(parts) + (not self.begun)
 
     def _open(self, inputs: list[tuple[int, list[int] | None, Tensor, int]]) -> tuple[Tensor, Tensor]:
         """Combine inputs (R, Q, C) of all images, return them with their places (R|1, Q), and open the cache."""
@@ -174,15 +174,15 @@ def stack_groups(
 
     warped: (logits (R, codes, V) of some images, scale) -> (images, codes, V). Nodes after the last scale have none.
     """
-    made = [[warped(logits, group.first + n) for n, logits in enumerate(group.logits)] for group in groups]
-    counts = [[part.shape[1] for part in parts] for parts in made]
+    warped_groups = [[warped(logits, group.first + n) for n, logits in enumerate(group.logits)] for group in groups]
+    counts = [[part.shape[1] for part in parts] for parts in warped_groups]
     most = max(size for sizes in counts for size in sizes)
-    some = next(part for parts in made for part in parts)
+    some = next(part for parts in warped_groups for part in parts)
     if len(groups) == 1 and nodes == 1:
         return some[:, None], torch.full((images, 1), most, device=some.device)
     logits = some.new_zeros(images, nodes, most, some.shape[-1])
     sizes_BN = [[0] * nodes for _ in range(images)]
-    for group, parts in zip(groups, made):
+    for group, parts in zip(groups, warped_groups):
         own = list(range(images)) if group.images is None else group.images
         at = to_device(own, some.device)
         for n, part in enumerate(parts):

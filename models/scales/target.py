@@ -63,10 +63,10 @@ class ScaleSettings:
 
     def of(self, sampling: Sampling, scale: int) -> Sampling:
         """Return the settings of a scale. A greedy call stays greedy."""
-        found = {name: values[scale] for name, values in vars(self).items() if values is not None}
+        overrides = {name: values[scale] for name, values in vars(self).items() if values is not None}
         if sampling.greedy:
-            found.pop("temperature", None)
-        return replace(sampling, **found) if found else sampling
+            overrides.pop("temperature", None)
+        return replace(sampling, **overrides) if overrides else sampling
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class ScaleImages(Family):
                 raise ValueError(f"handover: got {handover}, expected 0..{len(self.scales)}, the scales of the model")
         if budget is not None:
             if refiner is not None:
-                raise ValueError("budget: got one beside a refiner, expected one of the two")
+                raise ValueError("budget: got a budget and a refiner, expected one of the two")
             budget.check(self.scales, net.config.depth)
 
     @property
@@ -150,10 +150,10 @@ class ScaleImages(Family):
 
     def layout(self, height: int | None = None, width: int | None = None) -> ScaleLayout:
         rows, columns = self.scales.grids[-1]
-        wanted = rows * self.codec.factor, columns * self.codec.factor
-        if (height or wanted[0], width or wanted[1]) != wanted:
-            found = f"{height} x {width}"
-            raise ValueError(f"height, width: got {found}, expected {wanted[0]} x {wanted[1]}, the size of the scales")
+        size = rows * self.codec.factor, columns * self.codec.factor
+        if (height or size[0], width or size[1]) != size:
+            got = f"{height} x {width}"
+            raise ValueError(f"height, width: got {got}, expected {size[0]} x {size[1]}, the size of the scales")
         return ScaleLayout((rows, columns), torch.full((len(self.scales),), FREE), total=sum(self.sizes))
 
     def check(self, prompt: object, layout: ImageLayout, guidance: float) -> None:
@@ -169,9 +169,9 @@ class ScaleImages(Family):
         own = self.per_scale.of(sampling, scale)
         if sampling.guidance == 1.0:
             return warp(logits_RSV, own)
-        given, uncond = logits_RSV.chunk(2)
+        cond, uncond = logits_RSV.chunk(2)
         own = replace(own, guidance=self.guidance(sampling.guidance, scale))
-        return warp(given.contiguous(), own, uncond.contiguous())
+        return warp(cond.contiguous(), own, uncond.contiguous())
 
     def distributions(self, state: State, groups: list[DistanceGroup], nodes: int) -> Maps:
         """Return distributions of the scales after nodes (B, N), from a model's logits."""
@@ -184,20 +184,20 @@ class ScaleImages(Family):
 
 def check_codec(model: NextScale, codec: ScaleVAE) -> None:
     """Raise ValueError unless the codec's codes are the model's."""
-    found, wanted = (codec.shape.codes, codec.shape.size), (model.config.codes, model.config.code_size)
-    if found != wanted:
-        raise ValueError(f"codec: got {found[0]} codes of {found[1]}, expected the model's {wanted[0]} of {wanted[1]}")
+    got, want = (codec.shape.codes, codec.shape.size), (model.config.codes, model.config.code_size)
+    if got != want:
+        raise ValueError(f"codec: got {got[0]} codes of {got[1]}, expected the model's {want[0]} of {want[1]}")
 
 
 def check_alike(name: str, other: NextScale, model: NextScale) -> None:
     """Raise ValueError unless both models generate the same maps from the same prompts."""
     if type(other) is not type(model):
-        raise ValueError(f"{name}: got {type(other).__name__}, expected {type(model).__name__} as the model is")
+        raise ValueError(f"{name}: got {type(other).__name__}, expected {type(model).__name__} like the model")
     for what in model.config.ALIKE:
-        found, wanted = getattr(other.config, what), getattr(model.config, what)
-        if found != wanted:
-            shown = (list(v.sizes) if isinstance(v, ScaleSizes) else v for v in (found, wanted))
-            raise ValueError("{}: got {} {}, expected {} as the model has".format(name, what, *shown))
+        got, want = getattr(other.config, what), getattr(model.config, what)
+        if got != want:
+            shown = (list(v.sizes) if isinstance(v, ScaleSizes) else v for v in (got, want))
+            raise ValueError("{}: got {} {}, expected the model's {}".format(name, what, *shown))
 
 
 class ScaleTarget(Target):
@@ -252,9 +252,9 @@ class ScaleTarget(Target):
         if len(state.tokens[state.rows[0]]) == self.family.handover:
             return self._scores(state, self._hand_over(state), 1)
         with self.sums:
-            found = self._scores(state, reading.read(draft.value), nodes)
+            scores = self._scores(state, reading.read(draft.value), nodes)
         self._report(state)
-        return found
+        return scores
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         state.cache.keep([len(path) for path in outcome.path])

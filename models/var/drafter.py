@@ -1,6 +1,6 @@
-"""A smaller next-scale model as drafter of a larger one: it draws several scales ahead, one after another.
+"""A smaller next-scale model as drafter of a larger one: it drafts several scales, one after another.
 
-What it has read of accepted scales stays in its cache. Shapes: B images, N nodes, S codes of the largest scale.
+Accepted scales stay in its cache. Shapes: B images, N nodes, S codes of the largest scale.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State,
 
 
 class SmallVAR(Drafter):
-    """small: a network of the target's kind, for its codes, scales and prompts. It is guided, tempered and cut as the
-    target is.
+    """small: a network of the target's class with its codes, scales and prompts. Guidance, temperature, top-k and top-p
+    are applied as in the target.
     """
 
     traits = DrafterTraits(levels=2, distribution=Maps)
-    family: ScaleImages  # the target's, once attached
+    family: ScaleImages  # the target's family, set by `attach`
 
     def __init__(self, small: NextScale):
         self.small = small
@@ -37,19 +37,19 @@ class SmallVAR(Drafter):
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: VARImageModel | NextScale) -> SmallVAR:
         """Load a model's folder, strictly. target: a model, for its device, dtype and codebook. Raises ValueError if
-        both are models of other codes.
+        both are models with different codebooks.
         """
-        found: Any = load(folder, target.dtype)
-        found = found.to(target.device)
+        model: Any = load(folder, target.dtype)
+        model = model.to(target.device)
         if isinstance(target, VARImageModel):
-            check_codebook("drafter", found, target)
-        return cls(found.var)
+            check_codebook("drafter", model, target)
+        return cls(model.var)
 
     def attach(self, target: ScaleImages) -> None:
-        """Raises ValueError unless both draw the same maps, and the target is a model by itself."""
+        """Attach to a target. Raises ValueError unless both generate the same maps, and the target is a plain model."""
         check_alike("drafter", self.small, target.model)
         if not target.plain:
-            raise ValueError("drafter: got one beside a refiner or a budget, which draw one scale at a time")
+            raise ValueError("drafter: got one with a refiner or a budget, which draw one scale at a time")
         self.family = target
 
     def start(self, state: State, scores: Scores) -> None:
@@ -69,7 +69,7 @@ class SmallVAR(Drafter):
         node, distributions = self._catch_up(state, memory)
         images, size = len(state.rows), state.pending.shape[1]
         values: list[Tensor] = []
-        given: list[Maps] = []
+        laws: list[Maps] = []
         for level in range(depth):
             if level:
                 groups = memory.reading.read(values[-1][:, None])
@@ -84,11 +84,11 @@ class SmallVAR(Drafter):
                 codes_BS, q = state.noise.draft(distribution, level)
             codes_BS = codes_BS.masked_fill(~distribution.real[:, 0, : codes_BS.shape[1]], 0)
             values.append(F.pad(codes_BS, (0, size - codes_BS.shape[1])))
-            given += [] if q is None else [q]
-        return trees.chain_draft(state.pending, torch.stack(values, 1), Maps.chain(given, size) if given else None)
+            laws += [] if q is None else [q]
+        return trees.chain_draft(state.pending, torch.stack(values, 1), Maps.chain(laws, size) if laws else None)
 
     def _catch_up(self, state: State, memory: SmallVARState) -> tuple[list[int], Maps]:
-        """Reads what was committed since the last draft: (the node of each image that was read last, distributions)."""
+        """Read what was committed since the last draft. Returns each image's last node, and the distributions."""
         unread, size = memory.unread, state.pending.shape[1]
         most = max(map(len, unread))
         none = state.pending.new_zeros(size)
@@ -101,7 +101,7 @@ class SmallVAR(Drafter):
         return [count - 1 for count in counts], self.family.distributions(state, groups, most)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        """Keep what was read of accepted scales; the others, and the next, are to be read."""
+        """Keep the state of accepted scales; queue the others and the next one."""
         memory: SmallVARState = state.memory
         lengths, read = [len(path) for path in outcome.path], len(memory.marks)
         if read:
@@ -120,7 +120,7 @@ class SmallVAR(Drafter):
 
 @dataclass
 class SmallVARState:
-    """The small model's reading, and the maps (S,) of each image that it has not read, the pending one last."""
+    """The small model's state, and each image's maps (S,) that it has not read, the pending one last."""
 
     reading: ConditionState
     unread: list[list[Tensor]]
@@ -128,7 +128,7 @@ class SmallVARState:
 
 
 def _latest(distribution: Maps, node: list[int]) -> Maps:
-    """The distributions (B, 1) of one node of each image."""
+    """Select the distributions (B, 1) of one node per image."""
     index = torch.arange(len(node), device=distribution.count.device)
     at = to_device(node, distribution.count.device)
     return Maps(distribution.logits[index, at][:, None], distribution.count[index, at][:, None])

@@ -1,4 +1,4 @@
-"""VAR's transformers (d16 to d36; 512 pixels with shared modulation) and its multi-scale VQ autoencoder as published:
+"""VAR's published transformers (d16 to d36; 512 pixels with shared modulation) and multi-scale VQ autoencoder:
 safetensors, converted from `var_d*.pth` and `vae_ch160v4096z32.pth` (`visspec convert`).
 """
 
@@ -24,7 +24,7 @@ SMOOTH = "quantize.quant_resi.qresi_ls."
 
 
 def load_var(path: str | Path) -> VAR:
-    """A VAR network from a .safetensors file or folder."""
+    """Load a VAR network from a .safetensors file or folder."""
     weights = Weights.read(path, dropped=NOT_WEIGHTS)
     network = VAR(config_of(weights))
     del weights["lvl_1L"]  # follows from the scales
@@ -60,7 +60,7 @@ def _scales(level_L: Tensor, where: str | Path) -> ScaleSizes:
 
 
 def load_var_vae(path: str | Path) -> MultiScaleVAE:
-    """VAR's autoencoder, or another of its layout."""
+    """Load VAR's autoencoder, or another with its layout."""
     weights = Weights(path, rename(_split(read_all_tensors(path)), (), NOT_VQ_WEIGHTS))
     return load_stock(weights, MultiScaleVAE(shape_of(weights)))
 
@@ -74,19 +74,19 @@ def shape_of(weights: Weights) -> MultiScaleShape:
 
 
 def _split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """With queries, keys and values of attention apart, as taming's layout has them."""
-    found: dict[str, Tensor] = {}
+    """Split attention's fused projection into queries, keys and values, as in taming's layout."""
+    split: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r"(.*\.attn[^.]*(?:\.\d+)?)\.qkv\.(weight|bias)", name)
         if match is None:
-            found[name] = tensor
+            split[name] = tensor
             continue
-        found |= {f"{match[1]}.{part}.{match[2]}": third for part, third in zip("qkv", tensor.chunk(3))}
-    return found
+        split |= {f"{match[1]}.{part}.{match[2]}": third for part, third in zip("qkv", tensor.chunk(3))}
+    return split
 
 
 def published(weights: Path, vq: Path) -> VARImageModel:
-    """A VAR with its autoencoder, of published files."""
+    """Build a VAR with its autoencoder from published files."""
     net, codec = load_var(weights), load_var_vae(vq)
     network = {name: getattr(net.config, name) for name in ("width", "depth", "heads", "hidden", "shared")}
     grids = [list(grid) for grid in net.config.scales.grids]

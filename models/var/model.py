@@ -1,4 +1,4 @@
-"""A VAR with its autoencoder in one folder, as transformers writes folders; its classes have the names of prompts."""
+"""Folder with a VAR and its autoencoder, in transformers' layout. Its class names are the prompts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from visspec.models.var.network import VAR, VARConfig
 
 
 class VARImageConfig(PreTrainedConfig):
-    """network: sizes, as in `VARConfig` but for codes, which are the autoencoder's, and scales. grids: rows and columns
-    of each map. labels: the prompt of each class. autoencoder: as in `MultiScaleShape`.
+    """network: sizes, see `VARConfig`, without codes (the autoencoder's) and scales. grids: rows and columns of each
+    map. labels: the prompt of each class. autoencoder: see `MultiScaleShape`.
     """
 
     model_type = "var_image"
@@ -34,18 +34,18 @@ class VARImageConfig(PreTrainedConfig):
         small: dict[str, Any] = {"codes": 64, "size": 16, "channels": GROUPS, "multipliers": (1, 1), "blocks": 1}
         self.autoencoder = asdict(MultiScaleShape(**small | (autoencoder or {})))
         if len(set(self.labels)) != len(self.labels):
-            raise ValueError(f"labels: got {len(set(self.labels))} names of {len(self.labels)}, expected each once")
-        self.sizes  # noqa: B018, refuses what is no network
+            raise ValueError(f"labels: got {len(self.labels)} names with duplicates, expected unique names")
+        self.sizes  # noqa: B018, raises for an invalid network
         super().__init__(**options)
 
     @property
     def shape(self) -> MultiScaleShape:
-        """The autoencoder's."""
+        """The autoencoder's shape."""
         return MultiScaleShape(**self.autoencoder | {"multipliers": tuple(self.autoencoder["multipliers"])})
 
     @property
     def sizes(self) -> VARConfig:
-        """The network's."""
+        """The network's configuration."""
         return VARConfig(
             **self.network,
             scales=ScaleSizes(tuple((rows, columns) for rows, columns in self.grids)),
@@ -56,7 +56,7 @@ class VARImageConfig(PreTrainedConfig):
 
 
 class VARImageModel(OwnImageModel):
-    """`var` draws maps of codes, `autoencoder` turns them into pictures and back."""
+    """`var` generates maps of codes; `autoencoder` converts between them and images."""
 
     config_class = VARImageConfig
     base_model_prefix = "var"
@@ -74,10 +74,10 @@ class VARImageModel(OwnImageModel):
 
 
 def check_codebook(name: str, other: VARImageModel, model: VARImageModel) -> None:
-    """Raises ValueError unless both models' codes mean the same."""
-    own, wanted = (one.autoencoder.quantize.embedding.weight for one in (other, model))
-    if not same_table(own, wanted, 1e-3):
-        raise ValueError(f"{name}: got a model with another codebook, expected the model's {len(wanted)} codes")
+    """Raise ValueError unless both models have the same codebook."""
+    own, theirs = (one.autoencoder.quantize.embedding.weight for one in (other, model))
+    if not same_table(own, theirs, 1e-3):
+        raise ValueError(f"{name}: got a model with another codebook, expected the model's {len(theirs)} codes")
 
 
 load = VARImageModel.read

@@ -1,8 +1,8 @@
-"""VAR's transformer: all codes of a scale at once, given the scales before it. (Tian et al., arXiv 2404.02905)
+"""VAR's transformer: all codes of a scale at once, given the earlier scales. (Tian et al., arXiv 2404.02905)
 
-The input of a scale is made of the codes before it (`multiscale.Quantizer.shrink`); that of the first is the class.
-Attention is block-causal: a scale sees itself and the scales before it. How, is said by the caller (`Attend`), which
-keeps the cache and gets the queries and keys that the layer uses. Parameters have their published names.
+A scale's input is computed from the codes before it (`multiscale.Quantizer.shrink`); the first scale's input is the
+class. Attention is block-causal: a scale sees itself and earlier scales. The caller implements it (`Attend`): it owns
+the cache and gets the layer's queries and keys. Parameters have their published names.
 
 Shapes: R rows, Q positions of a pass, L positions of an image, C width, H heads, E head size, S codes of a scale, c
 channels of codes, V codes.
@@ -23,14 +23,14 @@ from visspec.models.layers import GeluMLP
 from visspec.models.scales.blocks import Attend, ModulatedNorm, NextScale, VARAttention, norm
 from visspec.models.scales.multiscale import ScaleSizes
 
-GUIDANCE = 2.5  # of the published evaluation
+GUIDANCE = 2.5  # from the published evaluation
 
 
 @dataclass(frozen=True)
 class VARConfig:
-    """Sizes. shared: one modulation for all blocks, as the models of 512 pixels have."""
+    """Sizes. shared: one modulation for all blocks, as in the 512-pixel models."""
 
-    ALIKE: ClassVar = ("scales", "codes", "code_size", "classes")  # of models that draw the same maps of one class
+    ALIKE: ClassVar = ("scales", "codes", "code_size", "classes")  # equal in models with the same maps and classes
 
     width: int
     depth: int
@@ -39,17 +39,17 @@ class VARConfig:
     codes: int = 4096
     code_size: int = 32
     classes: int = 1000
-    hidden: int | None = None  # of the blocks' MLPs; default 4 width
+    hidden: int | None = None  # width of the blocks' MLPs; default 4 width
     shared: bool = False
 
     @classmethod
     def of(cls, depth: int, scales: ScaleSizes, shared: bool = False) -> VARConfig:
-        """As published: d16, d20, d24, d30, d36."""
+        """Return a published size: d16, d20, d24, d30 or d36."""
         return cls(64 * depth, depth, depth, scales, shared=shared)
 
 
 class VARBlock(nn.Module):
-    """A block of a transformer whose norms are modulated by the class: its own way, or shared and shifted."""
+    """A transformer block whose norms are modulated by the class, either by its own layer or shared with an offset."""
 
     def __init__(self, config: VARConfig):
         super().__init__()
@@ -62,7 +62,7 @@ class VARBlock(nn.Module):
             self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x_RQC: Tensor, given: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """given: (R, C) the class, or (R, 1, 6, C) what is shared."""
+        """Run the block. given: the class (R, C), or the shared modulation (R, 1, 6, C)."""
         shared = given.dim() == 4
         parts = self.ada_gss + given if shared else self.ada_lin(given).unflatten(-1, (6, -1))[:, None]
         gamma1, gamma2, scale1, scale2, shift1, shift2 = parts.unbind(dim=2)
@@ -71,7 +71,7 @@ class VARBlock(nn.Module):
 
 
 class VAR(NextScale):
-    """Logits of a scale's codes. The class number `classes` is none."""
+    """Predicts logits of a scale's codes. The class number `classes` means no class."""
 
     def __init__(self, config: VARConfig):
         super().__init__()
@@ -95,22 +95,22 @@ class VAR(NextScale):
         self.register_buffer("level_L", torch.tensor(scales.levels), persistent=False)
 
     def given(self, classes_R: Tensor) -> Tensor:
-        """Embedded classes (R, C)."""
+        """Return embedded classes (R, C)."""
         return self.class_emb(classes_R)
 
     def first(self, given_RC: Tensor) -> Tensor:
-        """Inputs of the first scale, (R, S, C)."""
+        """Return inputs of the first scale, (R, S, C)."""
         return given_RC[:, None] + self.pos_start + self.places(0, self.config.scales.sizes[0])
 
     def embed(self, x_RQc: Tensor, begin: int) -> Tensor:
-        """Inputs of the positions from `begin` on, (R, Q, C)."""
+        """Return inputs of the positions from `begin` on, (R, Q, C)."""
         return self.word_embed(x_RQc.to(self.dtype)) + self.places(begin, begin + x_RQc.shape[1])
 
     def places(self, begin: int, end: int) -> Tensor:
         return self.lvl_embed(self.level_L[begin:end]) + self.pos_1LC[:, begin:end]
 
     def forward(self, x_RQC: Tensor, given_RC: Tensor, attend: Attend, places: Tensor) -> Tensor:
-        """Hidden states (R, Q, C) of inputs (R, Q, C). given: embedded classes. places: in the inputs already."""
+        """Return hidden states (R, Q, C). given: embedded classes. places: unused, as the inputs contain them."""
         modulation = given_RC
         if self.config.shared:
             modulation = self.shared_ada_lin(given_RC).unflatten(-1, (1, 6, -1))
@@ -119,5 +119,5 @@ class VAR(NextScale):
         return x_RQC
 
     def logits(self, hidden_RQC: Tensor, given_RC: Tensor) -> Tensor:
-        """(R, Q, V)."""
+        """Return logits (R, Q, V)."""
         return self.head(self.head_nm(hidden_RQC, given_RC))

@@ -1,4 +1,4 @@
-"""VAR as a family of images: prompts are class numbers. (Tian et al., arXiv 2404.02905)"""
+"""VAR as an image family: prompts are class numbers. (Tian et al., arXiv 2404.02905)"""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from visspec.models.scales.target import ScaleImages, ScaleSettings
 from visspec.models.var.model import VARImageModel, check_codebook, load
 from visspec.models.var.network import GUIDANCE, VAR
 
-CALIBRATED = 8  # images that selectivity is measured on
+CALIBRATED = 8  # number of images for measuring selectivity
 
 
 @dataclass(frozen=True, eq=False)
 class ScalePrompt:
-    """classes (B,): numbers, the model's count of classes for none. against (B,): what guidance leads away from."""
+    """classes (B,): numbers, the model's number of classes for none. against (B,): classes of the negative prompts."""
 
     classes: Tensor
     against: Tensor
@@ -37,19 +37,19 @@ class ScalePrompt:
 
     @property
     def ids(self) -> Tensor:
-        """(B, 1), of no meaning: the prompt has no tokens."""
+        """Placeholder ids (B, 1): the prompt has no tokens."""
         return torch.zeros_like(self.classes)[:, None]
 
     def rows(self, guided: bool) -> Tensor:
-        """(R,), conditional rows first."""
+        """Return class numbers (R,), conditional rows first."""
         return torch.cat([self.classes, self.against]) if guided else self.classes
 
 
 class VARImages(ScaleImages):
-    """Prompts are numbers of classes ("207") or their names, negative ones too; an empty negative prompt is no class.
+    """Prompts are class numbers ("207") or class names, including negative ones; an empty negative prompt is no class.
 
-    codec: `visspec.models.var.layout.load_var_vae`, or a folder's. Of a folder, refiner may be the name of an included
-    model, and budget the share of the cache that is kept on average, a number in (0, 1].
+    codec: `visspec.models.var.layout.load_var_vae`, or the folder's. With a folder, refiner may be the name of an
+    included model, and budget the average share of the cache to keep, a number in (0, 1].
     """
 
     name = "var"
@@ -84,18 +84,18 @@ class VARImages(ScaleImages):
         classes = class_numbers(texts, count, "prompt", self.labels)
         against = torch.full((len(texts),), count)
         if negative is not None:
-            worded = [b for b, text in enumerate(negative) if text.strip()]
-            if worded:
-                others = [negative[b] for b in worded]
-                against[worded] = class_numbers(others, count, "negative_prompt", self.labels)
+            with_words = [b for b, text in enumerate(negative) if text.strip()]
+            if with_words:
+                others = [negative[b] for b in with_words]
+                against[with_words] = class_numbers(others, count, "negative_prompt", self.labels)
         return ScalePrompt(classes.to(self.model.device), against.to(self.model.device))
 
 
 def small(other: VARImageModel | VAR | str | None, model: VARImageModel) -> Any:
-    """The network of a smaller model; of an included one by its name, or by its kind ("var") the one that is made for
-    the model, on the model's device and in its dtype.
+    """Return the network of a smaller model. A string is the name of an included model, or a kind ("var") for the one
+    made for `model`; it is loaded on the model's device and in its dtype.
 
-    No other folder is opened: a saved pipeline names its parts, and may come from anyone.
+    No other folder is opened, because a saved pipeline names its parts and may come from anyone.
     """
     if isinstance(other, str):
         name = included.made_for(other, model) or other
@@ -110,14 +110,14 @@ def small(other: VARImageModel | VAR | str | None, model: VARImageModel) -> Any:
 
 
 def calibrate_budget(model: VARImageModel, share: float) -> CacheBudget:
-    """A budget by selectivity, measured on a few images of classes from all over. Raises ValueError as `allot`, before
-    any is drawn for a share that is none.
+    """Build a budget from the selectivity measured on images of a few evenly spaced classes. Raises ValueError like
+    `allot`, before any image is generated for an invalid share.
     """
     net: VAR = model.var
     if not 0 < share <= 1:
         raise ValueError(f"budget: got {share}, expected a share in (0, 1]")
     count = min(CALIBRATED, net.config.classes)
     classes = torch.arange(count, device=net.device) * net.config.classes // count
-    found = selectivity(net, model.autoencoder.quantize, classes, torch.Generator(net.device).manual_seed(0))
+    measured = selectivity(net, model.autoencoder.quantize, classes, torch.Generator(net.device).manual_seed(0))
     window = next((side**2 for side in (4, 3, 2) if side**2 <= round(share * net.config.scales.begins[-2])), 1)
-    return CacheBudget.allot(found, net.config.scales, share, window)
+    return CacheBudget.allot(measured, net.config.scales, share, window)

@@ -28,7 +28,7 @@ class HeadDistributions:
     def __init__(self, head: DiffusionHead, schedule: Schedule):
         if head.learned != (not schedule.steps.fixed):
             what = "learned" if head.learned else "fixed"
-            raise ValueError(f"schedule: got other deviations than the head's, expected {what} ones")
+            raise ValueError(f"schedule: its deviations are not the head's, expected {what} ones")
         self.head, self.schedule, self.steps = head, schedule, schedule.steps
         self._prepared: tuple[torch.device, Tensor, Tensor, Tensor] | None = None
         self._warm: dict[tuple[float, torch.device], DenoisingSteps] = {}
@@ -96,8 +96,8 @@ class _Chains:
         own, *other = self._predict(x_Ud, self._modulations(step, chains_M))
         share = None
         if head.learned:  # log sigma is interpolated between its bounds at (1 + prediction) / 2
-            own, said = own.split(head.size, dim=-1)
-            share = ((said + 1) / 2).view_as(x_MWd)
+            own, output = own.split(head.size, dim=-1)
+            share = ((output + 1) / 2).view_as(x_MWd)
             other = [part[..., : head.size] for part in other]
         mixed = torch.lerp(other[0], own, self._scale(chains_M, x_MWd.shape[1])) if other else own
         at = step if isinstance(step, int) else step.flatten()
@@ -111,8 +111,8 @@ class _Chains:
         scale, modulations = self._scale(None, 1), self.ahead_GMSV.flatten(0, 1).unbind(1)
         noise_MSd = normal_MSd * steps.low.exp()[:, None]
         for noise_Md, own, (of_point, of_output) in zip(noise_MSd.unbind(1), modulations, self.distributions.moves):
-            said, *other = self._predict(x_Md, own)
-            mixed = torch.lerp(other[0], said, scale) if other else said
+            output, *other = self._predict(x_Md, own)
+            mixed = torch.lerp(other[0], output, scale) if other else output
             x_Md = torch.add(noise_Md, x_Md, alpha=of_point).add_(mixed, alpha=of_output)
         return x_Md
 

@@ -30,9 +30,9 @@ class VectorFamily(Family):
     def check_sampling(self, sampling: Sampling) -> None:
         for name, value, usual in (("top_k", sampling.top_k, 0), ("top_p", sampling.top_p, 1.0)):
             if value != usual:
-                raise ValueError(f"{name}: got {value}, expected {usual}: vectors have no ranks to cut")
+                raise ValueError(f"{name}: got {value}, expected {usual}: vectors cannot be ranked")
         if sampling.greedy:
-            raise ValueError("temperature: got 0, expected a positive number: a vector is a draw, none is likeliest")
+            raise ValueError("temperature: got 0, expected a positive number: vectors have no most likely value")
         if sampling.temperature < COLDEST:
             raise ValueError(f"temperature: got {sampling.temperature}, expected at least {COLDEST}")
 

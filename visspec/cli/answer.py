@@ -1,4 +1,4 @@
-"""`visspec answer`: several models answer about an image, agreement selects, a large one decides."""
+"""`visspec answer`: several models answer a question about an image, agreement selects, a large model decides."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +12,13 @@ from visspec.io.options import HardwareOptions, Positive, Temperature, option
 @dataclass(kw_only=True)
 class Options(JsonOption, SamplingOptions, HardwareOptions):
     image: Path = option("an image file", positional=True)
-    question: str = option("what to ask of it", positional=True)
-    drafts: list[str] = option("two or more: included names, folders or hub ids", metavar="MODEL")
+    question: str = option("question about the image", positional=True)
+    drafts: list[str] = option("two or more models: included names, folders or hub ids", metavar="MODEL")
     model: str = option("the large model that decides")
-    keep: Positive | None = option("drafts that it reads (default: 3, or all if there are fewer)", None)
-    drafter: str = option("of all models: name with options; auto: each model's own, else context", "auto")
-    max_pixels: Positive = option("larger images are refused", 64_000_000)
-    temperature: Temperature = option("of the drafts; 0 is greedy", 0.0)
+    keep: Positive | None = option("number of drafts for the large model (default: 3, or all if there are fewer)", None)
+    drafter: str = option("drafter of all models, a name with options; auto: each model's own, else context", "auto")
+    max_pixels: Positive = option("maximum number of pixels of an image", 64_000_000)
+    temperature: Temperature = option("temperature of the drafts; 0 is greedy", 0.0)
     json: Path | None = option("write drafts, scores and the answer to this file", None, writes="file")
 
 

@@ -1,6 +1,4 @@
-"""Options of commands as dataclasses: the parser is made of their fields. Options that several commands take, their
-types, the model they name, and what a run of records ends with. Imports nothing heavy.
-"""
+"""Options of commands as dataclasses, and options that several commands share. Imports nothing heavy."""
 
 import argparse
 from dataclasses import dataclass, fields
@@ -12,11 +10,11 @@ from visspec.io.files import unwritable
 from visspec.io.options import HardwareOptions, Positive, Seed, Temperature, option
 
 
-def read_options(found: argparse.Namespace, record: type) -> Any:
-    """The dataclass of what a parser has read. Raises ValueError, before any work, for a file or folder that can't be
-    written, and for a model that is nowhere.
+def read_options(arguments: argparse.Namespace, record: type) -> Any:
+    """Convert parsed arguments to the dataclass of a command. Raises ValueError, before any work, for a file or folder
+    that can't be written, or a model that can't be found.
     """
-    options = record(**{one.name: getattr(found, one.name) for one in fields(record)})
+    options = record(**{one.name: getattr(arguments, one.name) for one in fields(record)})
     for one in fields(record):
         if one.name in ("model", "target", "image_model") and getattr(options, one.name):
             included.check_model(getattr(options, one.name))
@@ -28,13 +26,13 @@ def read_options(found: argparse.Namespace, record: type) -> Any:
 
 
 def is_picture(path: Path) -> bool:
-    """Whether a path of --out is one picture rather than a folder of them, by its ending."""
+    """Return whether a path of --out is a single picture, not a folder, by its suffix."""
     return path.suffix.lower() in (".png", ".jpg", ".jpeg")
 
 
 @dataclass
 class NoOptions:
-    """Of a command that takes none."""
+    """Options of a command without options."""
 
 
 @dataclass(kw_only=True)
@@ -49,33 +47,33 @@ class TargetOptions(HardwareOptions):
 
 @dataclass(kw_only=True)
 class ModelOptions(TargetOptions):
-    """The model that captions, its drafter and rule."""
+    """A captioning model, its drafter and rule."""
 
-    drafter: str = option("name with options, or folder; auto: the model's own, else context", "auto")
-    acceptance: str = option("rule and options, e.g. typical:epsilon=0.1", "exact")
-    batch_invariant: bool = option("the same tokens in half precision, whatever drafts and shares the batch", False)
-    preset: str | None = option("a published method by name (visspec list presets), or a file of visspec tune", None)
+    drafter: str = option("drafter: name with options, or folder; auto: the model's own, else context", "auto")
+    acceptance: str = option("acceptance rule with options, e.g. typical:epsilon=0.1", "exact")
+    batch_invariant: bool = option("make tokens independent of drafts and batch, in half precision too", False)
+    preset: str | None = option("published method (visspec list presets), or file of visspec tune", None)
 
 
 @dataclass(kw_only=True)
 class SamplingOptions:
-    """How texts are decoded."""
+    """Sampling of texts."""
 
-    max_new_tokens: Positive = option("most tokens of an answer", 128)
-    temperature: Temperature = option("0 is greedy", 0.0)
-    seed: Seed = option("of the random numbers", 0)
+    max_new_tokens: Positive = option("maximum number of tokens of an answer", 128)
+    temperature: Temperature = option("sampling temperature; 0 is greedy", 0.0)
+    seed: Seed = option("random seed", 0)
 
     @property
     def generation(self) -> dict[str, Any]:
-        """Keyword arguments of `generate`, seed aside: the whole distribution is drawn from."""
+        """Keyword arguments of `generate` without the seed, to sample from the full distribution."""
         return sampling(self.max_new_tokens, self.temperature)
 
 
 @dataclass(kw_only=True)
 class DrawingOptions(JsonOption, HardwareOptions):
-    guidance_scale: float | None = option("default: the model's own", None)
-    temperature: Temperature | None = option("0 is greedy; default: the model's own", None)
-    seed: Seed = option("of the random numbers", 0)
+    guidance_scale: float | None = option("classifier-free guidance scale (default: the model's own)", None)
+    temperature: Temperature | None = option("sampling temperature; 0 is greedy (default: the model's own)", None)
+    seed: Seed = option("random seed", 0)
 
 
 @dataclass(kw_only=True)
@@ -83,22 +81,22 @@ class RayOptions:
     """Work in several processes, with Ray Data."""
 
     ray: bool = option(
-        "--workers processes, each with its own model, on the machines of RAY_ADDRESS or on this one"
+        "use --workers processes, each with its own model, on the machines of RAY_ADDRESS or on this one"
         " (pip install 'visspec[ray]')",
         False,
     )
-    threads: Positive = option("of each process, with --ray", 1)
-    retry_failed: bool = option("take the records that failed out of --out, to make them again", False)
+    threads: Positive = option("number of threads of each process, with --ray", 1)
+    retry_failed: bool = option("remove failed records from --out and make them again", False)
 
 
 def sampling(max_new_tokens: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> dict[str, Any]:
-    """Keyword arguments of `generate`; temperature 0 is greedy."""
+    """Return keyword arguments of `generate`; temperature 0 is greedy."""
     drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
     return {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, **drawn}
 
 
 def load(options: ModelOptions, needs_pictures: bool = False) -> tuple[Any, Any]:
-    """(accelerated model, processor or tokenizer) of the model that `options` name, as `loading.load`."""
+    """Load (accelerated model, processor or tokenizer) as in the options, see `loading.load`."""
     from visspec.api import loading
     from visspec.api.accelerate import accelerate
     from visspec.api.captions import tokenizer_of

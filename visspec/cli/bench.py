@@ -1,4 +1,4 @@
-"""What the benches share: their options, the scenes that they measure on, the arms that caption, and their tables."""
+"""Code shared by the benches: options, scenes, captioning arms, and tables."""
 
 import statistics
 import sys
@@ -26,9 +26,9 @@ from visspec.io.provenance import provenance
 from visspec.loop.setup import DecodingSetup
 
 Item = TypeVar("Item")
-PARTS = 3  # of what a stream is measured on; its ratio is the median over them
-PART_GROUPS = 3  # of slots, in a part: rows have to enter while others run
-Cell = str | Callable[[Mapping[str, Any]], str]  # of a column: a format of a row's fields, "{tau:.2f}", or a function
+PARTS = 3  # number of parts of a stream's inputs; the ratio is their median
+PART_GROUPS = 3  # groups per part, so that rows enter while others run
+Cell = str | Callable[[Mapping[str, Any]], str]  # a column: a format of a row's fields, "{tau:.2f}", or a function
 
 
 @dataclass(kw_only=True)
@@ -40,7 +40,7 @@ class BenchOptions(JsonOption):
             torch.set_num_threads(self.threads)
 
     def end(self, record: dict[str, Any], *views: Table) -> None:
-        """Print the tables of a record, wider than the terminal rather than with figures cut short, and write it."""
+        """Print the tables of a record at full width, even beyond the terminal's, and write the record."""
         width = Console().width
         Console(width=max(width, *(Console(width=10 * width).measure(view).maximum for view in views))).print(*views)
         write_json(self.json, record)
@@ -51,15 +51,15 @@ class ScenesOptions(BenchOptions):
     """Held-out scenes of a world."""
 
     world: str | None = option(
-        "of the scenes; default: the one whose words the model knows", None, choices=[*included.table().worlds]
+        "world of the scenes (default: the one whose words the model knows)", None, choices=[*included.table().worlds]
     )
 
     def check_scenes(self, model: str | None, instead: str) -> None:
-        """Raises ValueError for a model that is not included, unless it is to be measured on a world's scenes."""
+        """Raise ValueError for a model that is not included, unless --world explicitly selects a world's scenes."""
         if self.world is None and model is not None and not included.is_included(model):
             raise ValueError(
-                f"{instead}: got none for {model}. Pass {instead} of yours: the rendered scenes are for included"
-                " models (--world measures on them all the same)."
+                f"{instead}: got none for {model}. Pass {instead} of yours, or --world to use the rendered scenes,"
+                " which are for included models."
             )
 
     def scenes(self, processor: ProcessorMixin, use: str = "captions") -> included.World:
@@ -67,19 +67,19 @@ class ScenesOptions(BenchOptions):
 
 
 def measured_on(model: PreTrainedModel, **more: Any) -> dict[str, Any]:
-    """Fields of a record: the name of the model, and the provenance of its figures."""
+    """Return fields of a record: the name of the model, and the provenance of its figures."""
     return {"target": getattr(model.config, "_name_or_path", ""), "provenance": provenance(model, **more)}
 
 
 def compilations(setup: DecodingSetup) -> dict[str, Any]:
-    """Whether passes ran compiled, and how many graphs were made after a warm-up, the drafter's included."""
+    """Return whether passes ran compiled, and the number of graphs after a warm-up, including the drafter's."""
     target, found = setup.target.passes, setup.passes
     counts = {"graphs": sum(p.graphs for p in found), "recompilations": sum(p.late for p in found)}
     return {"compiled": target is not None and not target.refused, **counts}
 
 
 class StockCaptionArm:
-    """transformers' own generate. `first` is a call of its own that stops after one token: nothing rides along."""
+    """transformers' own generate. `first` is measured by a separate call that stops after one token."""
 
     def __init__(self, model, options: dict[str, Any], seed: int):
         self.model, self.options, self.seed = model, options, seed
@@ -93,7 +93,7 @@ class StockCaptionArm:
 
 
 class CaptionArm:
-    """The same through `fast.generate`; a row's seed is its own, so that arms with equal seeds can be compared."""
+    """The accelerated generate. Each row has its own seed, so that arms with equal seeds can be compared."""
 
     def __init__(self, fast: Accelerated, options: dict[str, Any], seed: int):
         self.fast, self.options, self.seed = fast, options, seed
@@ -109,19 +109,19 @@ class CaptionArm:
 
 
 def row_seeds(seed: int, prompt: int, rows: int) -> list[int]:
-    """Seeds of the rows of a prompt, each its own."""
+    """Return a different seed for each row of a prompt."""
     return [1000 * (seed + prompt) + row for row in range(rows)]
 
 
 def trim_rows(new: torch.Tensor, config) -> list[list[int]]:
-    """Rows of new ids up to and including their first end token."""
+    """Return rows of new ids up to and including their first end token."""
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     stops = [next((i for i, t in enumerate(row) if t in ends), len(row) - 1) for row in new.tolist()]
     return [row[: stop + 1] for row, stop in zip(new.tolist(), stops)]
 
 
 def in_turns(items: Iterable[Item], category: Callable[[Item], str]) -> list[Item]:
-    """The items in turns of their categories, so that the first ones are of all."""
+    """Return the items with categories alternating, so that the first ones cover all categories."""
     found: dict[str, list[Item]] = {}
     for item in items:
         found.setdefault(category(item), []).append(item)
@@ -130,8 +130,8 @@ def in_turns(items: Iterable[Item], category: Callable[[Item], str]) -> list[Ite
 
 
 def readable(records: RecordStream) -> Iterator[tuple[Any, Record]]:
-    """Images of records, in turns of their categories where their number is known; one that can't be read is named on
-    stderr and skipped.
+    """Yield images of records, alternating between categories if their number is known. Unreadable images are reported
+    on stderr and skipped.
     """
     for record in records if records.total is None else in_turns(records, lambda one: one.category):
         try:
@@ -146,14 +146,15 @@ def readable(records: RecordStream) -> Iterator[tuple[Any, Record]]:
 def throughput(
     fast: Accelerated, groups: Sequence[Sequence], batches: Sequence, warm: Sequence, options: dict[str, Any]
 ) -> dict[str, float]:
-    """Images or prompts a second of a stream, and that over transformers' generate in batches of as many rows.
+    """Return the images or prompts per second of a stream, and the ratio to transformers' generate in batches of as
+    many rows.
 
     Args:
-        fast: An accelerated model that has not decoded any of them.
-        groups: Inputs, one by one, in groups of as many as there are slots. They are measured in up to `PARTS`
-            parts of several groups, each once, because drafters remember answers.
-        batches: The same as a batch for each group, as (index, inputs).
-        warm: Batches of others.
+        fast: An accelerated model that has not decoded any of the inputs.
+        groups: Inputs one by one, in groups of as many as there are slots. They are measured in up to `PARTS` parts of
+            several groups, each once, because drafters remember answers.
+        batches: The same inputs as one batch per group, as (index, inputs).
+        warm: Batches of other inputs.
     """
     slots, model, parts = len(groups[0]), cast(Any, fast.model), min(PARTS, max(len(groups) // PART_GROUPS, 1))
     list(fast.stream((inputs for _, inputs in warm), slots=slots, **options))
@@ -170,17 +171,17 @@ def throughput(
 
 
 def choice_of(fast: Accelerated) -> dict[str, str]:
-    """Fields of a record: the drafter that "auto" stands for, and why."""
+    """Return fields of a record: the drafter that "auto" chose, and why."""
     return {"auto": fast.name, "why": default_drafter(fast.model)[1]}
 
 
 def choice_in_words(record: Mapping[str, Any]) -> str | None:
-    """What "auto" stands for in a record, or None."""
+    """Return a sentence on the choice of "auto" in a record, or None."""
     return f"auto: drafter {record['auto']}, because {record['why']}" if "auto" in record else None
 
 
 def stream_in_words(record: Mapping[str, Any], items: str) -> str | None:
-    """The throughput in a record, or None."""
+    """Return a sentence on the throughput in a record, or None."""
     if "items_per_second" not in record:
         return None
     ratio = in_words(record["over_transformers"])
@@ -188,16 +189,16 @@ def stream_in_words(record: Mapping[str, Any], items: str) -> str | None:
 
 
 def groups_of(items: Sequence[Any], size: int) -> list[Any]:
-    """The items in groups of so many, the last one with what is left."""
+    """Return the items in groups of this size; the last one may be smaller."""
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
 def cell(form: Cell, row: Mapping[str, Any]) -> str:
-    """A cell of a row; empty where a field of the format is absent or None."""
+    """Format a cell of a row; empty if a field of the format is missing or None."""
     if callable(form):
         return form(row)
     try:
-        return form.format(**row).replace("nan..nan", "")  # the interval of one prompt
+        return form.format(**row).replace("nan..nan", "")  # the interval of a single prompt
     except (KeyError, TypeError):
         return ""
 
@@ -210,8 +211,8 @@ def table(
     left: Iterable[str] = (),
     whole: Iterable[str] | None = None,
 ) -> Table:
-    """A rich table for the terminal. The first column and those of `left` are aligned to the left; those of `whole`,
-    by default the same, are not wrapped.
+    """Return a rich table for the terminal. The first column and those in `left` are left-aligned; those in `whole`
+    (default: the same) are not wrapped.
     """
     view = Table(title=title, caption=caption)
     left = {next(iter(columns)), *left}

@@ -1,7 +1,7 @@
 """`visspec bench caption`: our loop with and without drafters against transformers' generate and its assisted modes.
 
-One process, one set of prompts and pixels, same dtype, attention, threads, stop rule and cap; arms interleaved per
-prompt. Every arm goes through the same `model.generate` entry, so preparation and the vision tower are in every time.
+All arms run in one process with the same prompts, pixels, dtype, attention, threads, stop rule and limit, interleaved
+per prompt. Every arm calls `model.generate`, so preparation and the vision tower are included in every time.
 """
 
 from collections.abc import Sequence
@@ -30,34 +30,34 @@ from visspec.models.runner.compiled import stepwise
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' assisted modes get the best of these, chosen on the warm-up prompts
 ASSISTANT_LENGTHS = (3, 5, 8)
-WARMUP = 3  # images, none of which is measured: drafters remember answers
-SETTINGS = ("acceptance", "batch_size", "max_new_tokens", "temperature", "seed")  # fields of options and record
-TEXTS = 8  # captions kept word by word in the record
-OTHER_TOKENS = "exact in law, with random numbers of its own: other tokens than plain decoding by design"
+WARMUP = 3  # number of images that are not measured, because drafters remember answers
+SETTINGS = ("acceptance", "batch_size", "max_new_tokens", "temperature", "seed")  # fields that options and record share
+TEXTS = 8  # number of captions whose text the record keeps
+OTHER_TOKENS = "exact in distribution, with its own random numbers: by design not the tokens of plain decoding"
 
 
 @dataclass(kw_only=True)
 class Options(ScenesOptions, SamplingOptions, TargetOptions):
     images: list[str] | None = option(
-        "images, as `visspec caption` reads them (default: held-out scenes)", None, metavar="PATH"
+        "images as for `visspec caption` (default: held-out scenes)", None, metavar="PATH"
     )
-    data: Path | None = option("JSON lines of MMSpec, SPEED-Bench or vLLM's custom_mm, in place of images", None)
-    count: Positive = option("how many images, or prompts of --data, at most", 64)
+    data: Path | None = option("JSON lines of MMSpec, SPEED-Bench or vLLM's custom_mm, instead of images", None)
+    count: Positive = option("maximum number of images, or of prompts in --data", 64)
     drafter: list[str] | None = option(
-        "one or more names with options, or folders (default: the model's own, else context)", None, metavar="DRAFTER"
+        "drafters: names with options, or folders (default: the model's own, else context)", None, metavar="DRAFTER"
     )
-    acceptance: str = option("rule and options, e.g. typical:epsilon=0.1", "exact")
-    batch_size: Positive = option("images captioned together", 1)
-    prompt: str | None = option("what to ask of each image", None)
-    compile: bool = option("ours compiled, and transformers compiled beside it", False)
-    stream: bool = option("throughput of a stream of --batch-size slots, too", False)
+    acceptance: str = option("acceptance rule with options, e.g. typical:epsilon=0.1", "exact")
+    batch_size: Positive = option("number of images captioned together", 1)
+    prompt: str | None = option("question about each image", None)
+    compile: bool = option("compile our passes, and add a compiled transformers arm", False)
+    stream: bool = option("also measure the throughput of a stream with --batch-size slots", False)
 
 
 def run(arguments: Options) -> None:
     arguments.begin()
     if arguments.data and (arguments.batch_size > 1 or arguments.prompt or arguments.images):
         got = "--prompt" if arguments.prompt else "--images" if arguments.images else "--batch-size above 1"
-        raise ValueError(f"data: got {got} beside it, expected prompts of the file, one by one")
+        raise ValueError(f"data: {got} can't be combined with --data, whose prompts are run one by one.")
     model, remote = arguments.model, arguments.trust_remote_code
     if model and not (arguments.data or arguments.images or loading.is_text_model(model, remote)):
         arguments.check_scenes(model, "--images")
@@ -79,7 +79,7 @@ def run(arguments: Options) -> None:
         scenes = arguments.scenes(processor)
         images = scenes.images(max(min(most, len(scenes.rows)), arguments.count))
     if not images:
-        raise ValueError(f"images: got none that can be read, expected some in {', '.join(arguments.images or [])}")
+        raise ValueError(f"images: No image of {', '.join(arguments.images or [])} can be read.")
     drafters = arguments.drafter or ["auto"]
     images, warm = images[: arguments.count], images[arguments.count :]
     record = bench_caption(model, processor, images, arguments, drafters, assistant, warm, data)
@@ -96,16 +96,16 @@ def bench_caption(
     warmup: Sequence = (),
     data: Sequence[Prompt] | None = None,
 ) -> dict[str, Any]:
-    """Run all arms on all images. With `compile` ours runs compiled, and a further arm is transformers' generate with a
-    static cache and compiled steps.
+    """Run all arms on all images. With `compile` our passes are compiled, and another arm is transformers' generate
+    with a static cache and compiled steps.
 
     Args:
         assistant: A smaller model for transformers' assisted generation (batch 1 only, greedy or sampling), or None.
-        warmup: Images that warm up and are not measured. Without any, grey ones do.
-        data: A prompt for each image, or for each list of images; the record has its categories.
+        warmup: Images for the warm-up, which are not measured. By default, grey images.
+        data: A prompt for each image or list of images; the record then has categories.
 
     Returns:
-        The JSON object of docs/evaluate.md, which is that of the first drafter; of several, `rows` has one each.
+        The JSON object of docs/evaluate.md for the first drafter. With several, `rows` has one for each.
     """
     request = arguments.prompt or (default_prompt(arguments.model) if arguments.model else PROMPT)
     asked = [request] * len(images) if data is None else [prompt.text for prompt in data]
@@ -146,7 +146,7 @@ def bench_caption(
 
 
 def stock_arms(model, warm: Sequence, arguments: Options, assistant) -> dict[str, Any]:
-    """The arms that drafters are compared with: transformers' own, and our loop without a drafter."""
+    """Return the arms that drafters are compared with: transformers' own, and our loop without a drafter."""
     base, seed = arguments.generation, arguments.seed
     plain = accelerate(model, None)
     arms = {"transformers_generate": StockCaptionArm(model, base, seed), "plain": CaptionArm(plain, base, seed)}
@@ -154,7 +154,7 @@ def stock_arms(model, warm: Sequence, arguments: Options, assistant) -> dict[str
         steps = stepwise(model, model.get_decoder())
         arms["transformers_compiled"] = StockCaptionArm(steps, base | {"cache_implementation": "static"}, seed)
     if arguments.batch_size == 1:
-        # transformers' lookup drafts image placeholders and then fails on them; suppressed, it runs
+        # transformers' lookup would draft image placeholders and fail on them
         never = {"suppress_tokens": sorted(plain.target.capabilities.never_drafted)}
         lookup = [base | never | {"prompt_lookup_num_tokens": n} for n in LOOKUP_LENGTHS]
         arms["transformers_prompt_lookup"] = speed.fastest([StockCaptionArm(model, o, seed) for o in lookup], warm)
@@ -167,7 +167,7 @@ def stock_arms(model, warm: Sequence, arguments: Options, assistant) -> dict[str
 def categories(
     runs: dict[str, list[speed.ArmRun]], data: Sequence[Prompt], sampled: bool, name: str = "ours"
 ) -> dict[str, dict[str, Any]]:
-    """Speed-up over transformers' generate and tau of every category of the prompts."""
+    """Return speed-up over transformers' generate and tau of every category of prompts."""
     found: dict[str, dict[str, Any]] = {}
     for category in dict.fromkeys(prompt.category for prompt in data):
         stock, ours = (
@@ -184,7 +184,7 @@ def categories(
 def summarise(
     runs: dict[str, list[speed.ArmRun]], failures: list[str], arms, temperature: float, own: str = "ours"
 ) -> dict[str, Any]:
-    """Ratios of every arm to that of a drafter, tau, the gap to ideal, times by stage."""
+    """Return ratios of every arm to that of a drafter, tau, the gap to the ideal, and times by stage."""
     ours, plain, sampled = runs[own], runs["plain"], temperature > 0
     against = speed.compare(runs["transformers_generate"], ours, per_token=sampled)
     fast, count = arms[own].fast, max(len(ours), 1)
@@ -198,7 +198,7 @@ def summarise(
         row |= {"ours_is_faster_by": ratio["speedup"], "ci95": ratio["speedup_ci95"], "identical": ratio["identical"]}
         given = {k: v for k, v in arms[name].options.items() if isinstance(v, (int, float))}
         baselines[name] = row | {"options": given}
-    over = speed.compare(plain, ours)  # ideal and tau count in passes of our own plain loop
+    over = speed.compare(plain, ours)  # ideal and tau are in units of passes of our own plain loop
     record = {"bench": "caption", "guarantee": fast.setup.guarantee, "drafter_name": fast.name, "failures": failures}
     record |= {"promises_tokens": fast.setup.promises_tokens(not sampled), "identical_to": "transformers_generate"}
     record |= against | speed.tau(ours) | speed.acceptance(ours) | speed.ideal(plain, ours)
@@ -216,13 +216,13 @@ def summarise(
 
 
 def texts(runs: Sequence[speed.ArmRun], tokenizer) -> list[list[tuple[str, str]]]:
-    """The first captions in pieces of (text, origin), for the report. Decoded here, outside the clocks."""
+    """Return the first captions in pieces of (text, origin) for the report, decoded outside of the measured time."""
     rows = [(tokens, origin) for run in runs[:TEXTS] for tokens, origin in zip(run.tokens, run.origin)]
     return [text_pieces(tokenizer, tokens, origin) for tokens, origin in rows[:TEXTS]]
 
 
 def thumbnails(runs: Sequence[speed.ArmRun], groups: Sequence[Sequence]) -> list[str | None]:
-    """The pictures of `texts`, in its order, as small PNGs in base64; None for what is no PIL image."""
+    """Return the pictures of `texts`, in order, as small PNGs in base64; None for anything but a PIL image."""
     shown = [image for run in runs[:TEXTS] for image, _ in zip(groups[run.prompt], run.tokens)]
     shown = [(image or [None])[0] if isinstance(image, list) else image for image in shown]
     return [small_png(image) if isinstance(image, Image.Image) else None for image in shown[:TEXTS]]
@@ -245,7 +245,7 @@ COLUMNS: dict[str, Cell] = {
 
 
 def views(record: dict[str, Any]) -> list[Table]:
-    """Tables of a record: the baselines of the first drafter, all drafters, categories."""
+    """Return the tables of a record: baselines of the first drafter, all drafters, categories."""
     by_law = record["guarantee"] != "approximate" and not record["promises_tokens"]
     caption = (
         f"ours: {record['in_words']}; tau {record['tau']:.2f} (without bonus {record['tau_without_bonus']:.2f}); "
@@ -263,7 +263,7 @@ def views(record: dict[str, Any]) -> list[Table]:
         rows = [{"name": row["drafter"], **row} for row in record["rows"]]
         found.append(table("drafters", rows, {"drafter": "{name}", **AGAINST_STOCK}))
     if "categories" in record:
-        left = f"; {n} later turns are not asked" if (n := record["turns_left_out"]) else ""
+        left = f"; {n} later turns are skipped" if (n := record["turns_left_out"]) else ""
         rows = [{"name": name or "(none)", **row} for name, row in record["categories"].items()]
         found.append(table(f"prompts by category{left}", rows, {"category": "{name}", **AGAINST_STOCK}))
     return found

@@ -7,16 +7,16 @@ from visspec.io.files import loads, naming
 
 
 class Prompt(NamedTuple):
-    """One request about any number of pictures."""
+    """A request about any number of pictures."""
 
     category: str
     text: str
     images: list[Path]
-    later: int = 0  # further turns of the conversation, which are not asked
+    later: int = 0  # number of later turns of the conversation, which are skipped
 
 
 def read(file: Path, most: int) -> list[Prompt]:
-    """The first `most` prompts of a file. Raises ValueError with the number of a line of another format."""
+    """Return the first `most` prompts of a file. Raises ValueError with the line number if the format is unknown."""
     found: list[Prompt] = []
     with naming(file):
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -27,14 +27,14 @@ def read(file: Path, most: int) -> list[Prompt]:
             except (ValueError, KeyError, TypeError) as error:
                 formats = "MMSpec, SPEED-Bench or vLLM's custom_mm"
                 reason = f"no {error}" if isinstance(error, KeyError) else error
-                raise ValueError(f"data: line {number} of {file} is no prompt of {formats} ({reason})") from None
+                raise ValueError(f"data: line {number} of {file} is not a prompt of {formats} ({reason})") from None
     if not found:
-        raise ValueError(f"data: got {file} without a line, expected prompts")
+        raise ValueError(f"data: {file} is empty")
     return found
 
 
 def parse(fields: dict[str, Any], folder: Path) -> Prompt:
-    """The prompt of a line, whose images are relative to `folder`."""
+    """Return the prompt of a line, whose images are relative to `folder`."""
     if "prompt" in fields:  # vLLM
         category, turns, images = "custom_mm", [fields["prompt"]], fields["image_files"]
     else:  # MMSpec has one image, SPEED-Bench none

@@ -1,6 +1,6 @@
-"""`visspec bench image`: ways to draw against stock generate, in the field's table: passes, time, quality, drift.
+"""`visspec bench image`: methods of image generation against stock generate: passes, time, quality, drift.
 
-Speed: arms interleaved prompt by prompt, pixels included. Quality is in `bench_image_quality`. A method is
+Arms are interleaved prompt by prompt, and times include pixels. `bench_image_quality` measures quality. A method is
 "drafter/rule".
 """
 
@@ -40,29 +40,31 @@ from visspec.models.image_codes.target import Family
 from visspec.models.runner.compiled import stepwise
 from visspec.types import Sampling
 
-CACHES = ("static", "dynamic")  # stock generate gets the faster of these
-HEAD_CALLS = ("head", "draft_head")  # networks of models of vectors whose sequential calls are counted
+CACHES = ("static", "dynamic")  # stock generate uses the faster of these
+HEAD_CALLS = ("head", "draft_head")  # networks of vector models whose sequential calls are counted
 
 
 @dataclass(kw_only=True)
 class Options(DrawingOptions, ScenesOptions):
-    prompts: Path | None = option("lines, or JSON lines of {prompt, id} (default: held-out prompts)", None)
-    count: Positive = option("how many prompts, at most", 24)
+    prompts: Path | None = option(
+        "file of prompts, as lines or JSON lines of {prompt, id} (default: held-out prompts)", None
+    )
+    count: Positive = option("maximum number of prompts", 24)
     model: str | None = option("included name, folder or hub id of an image model (default: an included one)", None)
     method: list[str] | None = option(
-        "preset, file of `visspec tune` or name=drafter/rule; repeat; default: all presets", None, repeat=True
+        "preset, file of `visspec tune` or name=drafter/rule; may be repeated (default: all presets)", None, repeat=True
     )
-    reference: Path | None = option("folder of photographs: judge --prompts by FID and CLIPScore", None)
-    extractor: str = option("of --reference: inception, random-conv, or a model", "inception")
-    clip: str = option("CLIP model of CLIPScore, with --reference; or none", "openai/clip-vit-large-patch14")
+    reference: Path | None = option("folder of photographs, to evaluate --prompts with FID and CLIPScore", None)
+    extractor: str = option("feature extractor for --reference: inception, random-conv, or a model", "inception")
+    clip: str = option("CLIP model for --reference, or none", "openai/clip-vit-large-patch14")
     quality: Count | None = option(
-        "images a method that are judged (default: as --count with --reference, else none): FID and CLIPScore of"
-        " --prompts, GenEval and FD of held-out prompts",
+        "number of images per method to evaluate: FID and CLIPScore of --prompts, GenEval and FD of held-out prompts"
+        " (default: --count with --reference, else 0)",
         None,
     )
-    batch_size: Positive = option("images at a time in the speed part", 1)
-    out: Path | None = option("keep the images of the quality part in this folder; it resumes", None, writes="folder")
-    compile: bool = option("ours compiled, and the stock class compiled beside it", False)
+    batch_size: Positive = option("number of images drawn together in the speed part", 1)
+    out: Path | None = option("folder for the images of the quality part, which can be resumed", None, writes="folder")
+    compile: bool = option("compile our passes, and add a compiled stock arm", False)
 
 
 def run(arguments: Options) -> None:
@@ -79,9 +81,9 @@ def run(arguments: Options) -> None:
     photos, quality = arguments.reference, arguments.quality
     quality = (0 if photos is None else arguments.count) if quality is None else quality
     if photos is not None and arguments.prompts is None:
-        raise ValueError(f"--reference: got {photos} without --prompts, expected both")
+        raise ValueError(f"--reference: got {photos} without --prompts. Pass both.")
     if quality and (pipe.family.no_pixels or (arguments.prompts and photos is None)):
-        why = pipe.family.no_pixels or "--prompts are judged against photographs, --reference FOLDER"
+        why = pipe.family.no_pixels or "--prompts are evaluated against photographs, --reference FOLDER"
         raise ValueError(f"--quality: got {quality}, expected 0: {why}")
     judges: Judges | None = None
     options = {"guidance_scale": arguments.guidance_scale, "temperature": arguments.temperature}
@@ -110,15 +112,17 @@ def run(arguments: Options) -> None:
 
 
 def read_prompts(file: Path, count: int) -> list[str]:
-    """The first `count` prompts of a file. Raises ValueError if there are none."""
+    """Return the first `count` prompts of a file. Raises ValueError if there are none."""
     found = [record.prompt for record in sources.prompts(file) if record.prompt][:count]
     if not found:
-        raise ValueError(f"--prompts: got {file} without a prompt, expected one a line")
+        raise ValueError(f"--prompts: {file} has no prompt, expected one per line.")
     return found
 
 
 def parse_method(method: str, draws: str, model: PreTrainedModel | None = None) -> tuple[str, str]:
-    """A method's name and its "drafter/rule", from a preset's name or "name=drafter/rule"; an order may follow."""
+    """Return a method's name and "drafter/rule[/order]", from the name of a preset or from
+    "name=drafter/rule[/order]".
+    """
     name, equals, pair = method.partition("=")
     if not equals:
         return Path(name).stem, str(registry.preset(name, draws, model))
@@ -128,7 +132,7 @@ def parse_method(method: str, draws: str, model: PreTrainedModel | None = None) 
 
 
 def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
-    """Those of the presets that this model takes; why it takes another is said."""
+    """Return the presets that fit this model, and report why others don't."""
     found = {}
     for name, method in methods.items():
         try:
@@ -141,7 +145,7 @@ def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
 
 
 def check_methods(pipe: ImagePipeline, methods: Mapping[str, str]) -> None:
-    """Raises ValueError, with the method's name, for one that the model does not take."""
+    """Raise ValueError, with the method's name, for a method that does not fit the model."""
     for name, method in methods.items():
         try:
             pipe.setup(**as_arguments(method))
@@ -150,20 +154,20 @@ def check_methods(pipe: ImagePipeline, methods: Mapping[str, str]) -> None:
 
 
 def other_targets(pipe: ImagePipeline, named: Iterable[str]) -> dict[str, ImagePipeline]:
-    """Pipelines of the presets `named` that change the target (a refiner, a budget of cache), each drawn plainly."""
+    """Return pipelines of presets that change the target (a refiner, a cache budget), for plain decoding."""
     table = registry.presets(pipe.family.draws)
     return {name: pipe.with_parts(table[name].parts) for name in named if name in table and table[name].parts}
 
 
 def taught(family: Family, rows: Sequence[dict]) -> list[str] | None:
-    """The tasks whose prompts are all classes of a family that has named classes; None for any other."""
+    """Return the tasks whose prompts are all classes of a family with named classes; None for other families."""
     known = set(family.labels)
     tasks = list(dict.fromkeys(row["tag"] for row in rows))
     return [tag for tag in tasks if all(row["prompt"] in known for row in rows if row["tag"] == tag)] or None
 
 
 class StockImageArm:
-    """The model's own generate, then its own pixel decoder where it has one."""
+    """The model's own generate, then its own pixel decoder if it has one."""
 
     def __init__(self, family: Family, sampling: Sampling, seed: int, cache: str):
         self.family, self.sampling, self.seed, self.cache = family, sampling, seed, cache
@@ -186,9 +190,9 @@ class ImageArm:
     def __init__(self, pipe: ImagePipeline, method: str, options: dict[str, Any], seed: int, sampling: Sampling):
         self.pipe, self.seed, self.options = pipe, seed, options
         self.method: dict[str, Any] = {**as_arguments(method)}
-        self.setup = setup = pipe.setup(**self.method)  # what can't be is refused here
+        self.setup = setup = pipe.setup(**self.method)  # raises for invalid combinations
         plain = pipe.setup(**as_arguments(plain_setup(pipe)))
-        same = type(setup.order) is type(plain.order)  # another is another distribution
+        same = type(setup.order) is type(plain.order)  # another order is another distribution
         self.whole, self.promise = not setup.order.raster, same and setup.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
         self.outputs: list[ImageOutput] = []
@@ -209,10 +213,9 @@ def bench(
     pipe: ImagePipeline, texts: Sequence[str], methods: dict[str, str], options: dict[str, Any], seed=0, batch_size=1,
     warmup=2, others: Mapping[str, ImagePipeline] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Speed of every method against the stock generate at its better cache, and against our plain loop. others:
-    pipelines with plain decoding of their own, by name.
-
-    Where the stock class draws no images, `stock` of the record is None and the plain loop is the only baseline.
+    """Measure the speed of every method against stock generate with its better cache, and against our plain loop.
+    `others` are pipelines by name that have their own plain decoding. If the stock class draws no images, `stock` of
+    the record is None and the plain loop is the only baseline.
     """
     prompts = list(enumerate(groups_of(list(texts), batch_size)))
     sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
@@ -230,10 +233,10 @@ def bench(
     if pipe.compile and stock is not None:
         compiled = family_of(stepwise(pipe.model, pipe.family.decoder), pipe.processor, **pipe.parts)
         arms["stock_compiled"] = StockImageArm(compiled, sampling, seed, "static")
-    warm = [(len(prompts) + i, texts) for i, texts in prompts[:warmup]]  # other seeds, so other pictures
+    warm = [(len(prompts) + i, texts) for i, texts in prompts[:warmup]]  # other seeds give other pictures
     runs, failures = speed.interleave(arms, prompts, warm, "bench image")
     if not runs["plain"]:
-        raise ValueError(f"--method: got {', '.join(ours)}, expected some prompt that all of them draw; {failures[0]}")
+        raise ValueError(f"--method: No prompt was drawn by all of {', '.join(ours)}; {failures[0]}")
     rows = [row(name, arm, runs) for name, arm in ours.items()]
     record = measured_on(pipe.model, seed=seed) | {"bench": "image", "rows": rows, "n_prompts": len(texts)}
     if "stock_compiled" in arms:
@@ -272,7 +275,7 @@ def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[s
 
 
 def mean_map(maps: Sequence[np.ndarray | None]) -> tuple[list | None, list | None]:
-    """Mean over images and how many it is of, place by place; None where no image had a draft."""
+    """Return the mean over images and their number, place by place; None if no image had a draft."""
     drafted = [m for m in maps if m is not None]
     if not drafted:
         return None, None

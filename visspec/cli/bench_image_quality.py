@@ -1,7 +1,7 @@
-"""Quality of the methods of `visspec bench image`: pictures of the same prompts and seeds, judged.
+"""Quality of the methods of `visspec bench image` on pictures of the same prompts and seeds.
 
-Held-out prompts are judged by the world's detector (GenEval) and a Frechet distance against renders, a user's own by
-CLIPScore and FID against photographs.
+Held-out prompts are evaluated with the world's detector (GenEval) and a Frechet distance to renders, a user's own
+prompts with CLIPScore and FID to photographs.
 """
 
 import itertools
@@ -31,22 +31,22 @@ from visspec.io.checkpoint import read_json
 from visspec.io.files import loads, same_settings, write_json
 from visspec.io.images import image_files, open_image
 
-Drawn = tuple[Path, RecordImage]  # the file of a picture, and what the record says of it
-Arms = Mapping[str, tuple[ImagePipeline, str]]  # by name, a pipeline and its "drafter/rule"
-REFERENCES = 4  # renders of each prompt that the distance is taken to
-SHOWN = 8  # images a method keeps in the record
+Drawn = tuple[Path, RecordImage]  # the file of a picture, and its entry in the record
+Arms = Mapping[str, tuple[ImagePipeline, str]]  # by name: a pipeline and its "drafter/rule"
+REFERENCES = 4  # number of reference renders per prompt
+SHOWN = 8  # number of images per method in the record
 REFERENCE_SEED = 20261121
 
 
 @dataclass(frozen=True)
 class Judges:
-    """How the pictures of a method are judged.
+    """Evaluation of the pictures of a method.
 
     Args:
-        prompts: what is drawn, an image each.
-        extractor: of the distance.
-        reference: features of the pictures that it is taken to, from the width of a drawn one.
-        score: of a method's folder and what it drew: fields of its row, and by picture the verdict, where there is one.
+        prompts: What is drawn, one image each.
+        extractor: The feature extractor of the distance.
+        reference: Returns the features of reference pictures for the width of a drawn one.
+        score: Maps a method's folder and pictures to fields of its row, and to verdicts by picture, if any.
     """
 
     prompts: list[dict[str, Any]]
@@ -56,7 +56,7 @@ class Judges:
 
 
 def by_detector(scenes: included.World, count: int, tasks: Sequence[str] | None = None) -> Judges:
-    """GenEval of held-out prompts, or of some of their tasks, and a distance against renders."""
+    """Evaluate held-out prompts, or some of their tasks, with GenEval and a distance to renders."""
     extractor, detector = RandomConv(), scenes.detector()
 
     def score(root: Path, drawn: list[Drawn]) -> tuple[dict[str, Any], dict[Path, dict[str, Any]]]:
@@ -69,8 +69,8 @@ def by_detector(scenes: included.World, count: int, tasks: Sequence[str] | None 
 
 
 def by_photos(texts: Sequence[str], photos: Path, extractor: str, clip: str, device: str) -> Judges:
-    """CLIPScore of a user's prompts, and FID against photographs. Raises ValueError before anything is drawn for a
-    folder without photographs, and for an extractor or a CLIP model that can't be loaded.
+    """Evaluate a user's prompts with CLIPScore and FID to photographs. Raises ValueError, before drawing, for a folder
+    without photographs, or an extractor or CLIP model that can't be loaded.
     """
     try:
         count = len(image_files(photos))
@@ -79,8 +79,8 @@ def by_photos(texts: Sequence[str], photos: Path, extractor: str, clip: str, dev
     if count < 4 or len(texts) < 2:
         raise ValueError(f"--reference: got {count} photographs and {len(texts)} prompts, expected at least 4 and 2")
     if count != len(texts):
-        what = "a distance depends on both counts, so compare rows of one table only"
-        print(f"visspec: {len(texts)} images of a method against {count} photographs; {what}", file=sys.stderr)
+        what = "a distance depends on both counts, so only compare rows of one table"
+        print(f"visspec: {len(texts)} images per method against {count} photographs; {what}", file=sys.stderr)
     features_of = named.extractor(extractor, device)
     try:
         scorer = None if clip == "none" else named.clip(clip, device)
@@ -109,10 +109,9 @@ def judge(
     record: dict[str, Any], arms: Arms, options: dict[str, Any], judges: Judges, seed: int, folder: Path | None,
     home: Path | None = None,
 ) -> None:  # fmt: skip
-    """Draw the judges' prompts with every method and add scores and distances to the rows, in place.
-
-    Images already in the folder are kept: a killed run goes on where it was. The record names those inside `home`, its
-    own folder, by path; reports open nothing else, so of others it holds thumbnails.
+    """Draw the prompts with every method and add scores and distances to the rows, in place. Images already in the
+    folder are kept, so an interrupted run continues. The record contains paths of images inside `home`, its own folder,
+    and thumbnails of others, because reports open no other files.
     """
     extractor, reference = judges.extractor, None
     plain: Tensor | None = None
@@ -126,7 +125,7 @@ def judge(
             distance = fid.compare(table, reference, extractor)
             line |= found | {"quality_n": len(judges.prompts), "fd": distance["value"], "fd_name": distance["name"]}
             line["fd_noise_floor"] = distance["noise_floor_here"]
-            line["fd_ratio"] = line["fd"] / record["rows"][0]["fd"]  # the first is plain decoding
+            line["fd_ratio"] = line["fd"] / record["rows"][0]["fd"]  # the first row is plain decoding
             plain = table.features if plain is None else plain
             if plain.shape == table.features.shape and len(plain) > 1:
                 line["fd_paired"], line["fd_paired_floor"] = paired_kid.from_features(table.features, plain)
@@ -135,7 +134,7 @@ def judge(
 
 
 def scores(summary: dict[str, Any]) -> dict[str, Any]:
-    """GenEval and strict with their intervals."""
+    """Return GenEval and strict with their intervals."""
     tasks = summary["tasks"].values()
     right = [(task["correct"], task["images"]) for task in tasks]
     found = {"geneval": summary["overall"], "geneval_ci95": intervals.of_mean_share(right)}
@@ -144,7 +143,7 @@ def scores(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def record_image(path: Path, picture: RecordImage, home: Path | None) -> RecordImage:
-    """A picture as the record holds it, with the map of its tokens where that was kept beside it."""
+    """Return a picture's entry in the record, with the map of its tokens if there is one."""
     sidecar = path.with_suffix(".json")
     if sidecar.is_file():
         picture = replace(picture, acceptance=read_json(sidecar.parent, sidecar.name).get("acceptance"))
@@ -154,7 +153,7 @@ def record_image(path: Path, picture: RecordImage, home: Path | None) -> RecordI
 
 
 def check_folder(folder: Path, arms: Arms, judges: Judges, options: dict[str, Any], seed: int) -> None:
-    """Raises ValueError for a folder that holds images of another run, before anything is measured."""
+    """Raise ValueError, before any measurement, if a folder holds images of another run."""
     for name, arm in arms.items():
         prepare_folder(*arm, judges.prompts, options, seed, folder / name)
 
@@ -162,8 +161,8 @@ def check_folder(folder: Path, arms: Arms, judges: Judges, options: dict[str, An
 def prepare_folder(
     pipe: ImagePipeline, method: str, prompts: Sequence[dict], options: dict[str, Any], seed: int, root: Path
 ) -> list[Drawn]:
-    """The files of one image a prompt in GenEval's folder layout; image i has the seed `seed + i`. Raises ValueError
-    for a folder with images of other prompts, or of another method, seed or model.
+    """Return the files of one image per prompt in GenEval's folder layout. Image i has the seed `seed + i`. Raises
+    ValueError if the folder has images of other prompts, or of another method, seed or model.
     """
     about = {"model": getattr(pipe.model.config, "_name_or_path", ""), "method": method, "seed": seed, **options}
     same_settings(root.with_name(f"{root.name}.about.json"), root, about)
@@ -171,15 +170,15 @@ def prepare_folder(
     for i, prompt in enumerate(prompts):
         known = root / f"{i:05d}" / "metadata.jsonl"
         if known.is_file() and loads(known.read_bytes()) != prompt:
-            raise ValueError(f"--out: {known.parent} has the image of another prompt, expected another folder")
+            raise ValueError(f"--out: {known.parent} has the image of another prompt. Choose another folder.")
         path = geneval.write_prompt(root, i, prompt) / "0000.png"
         entries.append((path, RecordImage(prompt["prompt"], seed + i)))
     return entries
 
 
 def draw(pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: int, root: Path) -> list[Drawn]:
-    """Draw the images that a folder lacks. Beside each is a JSON file with the map of its tokens. Raises ValueError as
-    `prepare_folder` does.
+    """Draw the images that a folder lacks, each with a JSON file of the map of its tokens. Raises as
+    `prepare_folder`.
     """
     entries = prepare_folder(pipe, method, prompts, options, seed, root)
     whole = not pipe.setup(**as_arguments(method)).order.raster
@@ -191,14 +190,14 @@ def draw(pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: 
         for (path, _), image, origins in zip(group, out.images, out.maps):
             grid = acceptance_map(origins, whole)
             write_json(path.with_suffix(".json"), {"acceptance": None if grid is None else numbers(grid)})
-            save(image, path)  # last: what is there is whole
+            save(image, path)  # written last, so an existing image is complete
     return entries
 
 
 def render_references(
     extractor: RandomConv, side: int, scenes: included.World, tasks: Sequence[str] | None = None
 ) -> FeatureTable:
-    """Features of several renders of each of the scenes' prompts, or of those of these tasks, `side` pixels wide."""
+    """Return features of several renders of each prompt of the scenes or of these tasks, `side` pixels wide."""
     rng, known = np.random.default_rng(REFERENCE_SEED), scenes.prompts()
     rows = spread(known, len(known), tasks)
     stack = torch.from_numpy(np.stack([scenes.render(p, rng, side) for p in rows for _ in range(REFERENCES)]))
@@ -207,24 +206,24 @@ def render_references(
 
 
 def spread(prompts: Sequence[dict[str, Any]], count: int, tasks: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """`count` prompts from all over those given, or over these tasks of them."""
+    """Return `count` prompts, evenly spread over all prompts or those of these tasks."""
     rows = [row for row in prompts if tasks is None or row["tag"] in tasks]
     return rows[:: max(1, len(rows) // count)][:count]
 
 
 def as_arguments(method: str) -> dict[str, Any]:
-    """ "drafter/rule" or "drafter/rule/order" as arguments of an `ImagePipeline`."""
+    """Convert "drafter/rule" or "drafter/rule/order" to arguments of an `ImagePipeline`."""
     return dict(itertools.zip_longest(("drafter", "acceptance", "order"), method.split("/", 2)))
 
 
 def plain_setup(pipe: ImagePipeline) -> str:
-    """The "drafter/rule" of plain decoding."""
+    """Return the "drafter/rule" of plain decoding."""
     return str(registry.preset("plain", pipe.family.draws))
 
 
 def acceptance_map(origins: np.ndarray, whole: bool) -> np.ndarray | None:
-    """(rows, columns) float: 1 where a drafted code stayed, 0 where the target put another in its place, NaN where
-    nothing was drafted; None for an image without drafts. `whole`: all of it was drafted at once, or nothing.
+    """Return (rows, columns) float: 1 where a drafted code was accepted, 0 where the target replaced it, NaN where
+    nothing was drafted; None for an image without drafts. `whole`: the image was drafted as a whole, or not at all.
     """
     stayed = origins == ORIGINS.index("drafted")
     replaced = ~stayed if whole else origins == ORIGINS.index("corrected")
@@ -234,5 +233,5 @@ def acceptance_map(origins: np.ndarray, whole: bool) -> np.ndarray | None:
 
 
 def numbers(grid: np.ndarray) -> list[list[float | None]]:
-    """As JSON has it: null for NaN."""
+    """Convert a grid to JSON, with null for NaN."""
     return [[None if math.isnan(value) else round(value, 4) for value in row] for row in grid.tolist()]

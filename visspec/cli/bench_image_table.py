@@ -1,4 +1,4 @@
-"""The table that `visspec bench image` prints, from its record."""
+"""The table printed by `visspec bench image`."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ COLUMNS: dict[str, Cell] = {
 
 
 def view(record: dict[str, Any]) -> Table:
-    """The table of a record: the field's own columns, those that any row has something in."""
+    """Return the table of a record, with the columns for which any row has a value."""
     title = f"{record['n_prompts']} prompts, batch {record['batch_size']}, guidance {record['guidance_scale']}"
     stock, baselines = record["stock"], record.get("baselines", {})
     title += f", stock with its {stock['cache']} cache" if stock else ", speed-up over plain decoding"
@@ -40,7 +40,7 @@ def view(record: dict[str, Any]) -> Table:
     rows += record["rows"]
     columns = {head: form for head, form in COLUMNS.items() if any(cell(form, row) for row in rows)}
     floor = max((row.get("fd_paired_floor", 0.0) for row in rows), default=0.0)
-    distance = next((row["fd_name"] for row in rows if "fd_name" in row), "FD")  # FID of Inception alone
+    distance = next((row["fd_name"] for row in rows if "fd_name" in row), "FD")  # only Inception's is called FID
     columns = {escape(distance) if head == "FD" else head: form for head, form in columns.items()}
     caption = f"FD of pairs with plain decoding: by chance below {floor:.2g}" if "FD of pairs" in columns else None
     return table(title, rows, columns, caption, left=["guarantee"], whole=columns)

@@ -1,6 +1,6 @@
-"""`visspec bench kernels`: time of each kernel beside the same in eager torch.
+"""`visspec bench kernels`: time of each kernel compared with eager torch.
 
-On a GPU the Triton kernels are timed, on a CPU what takes their place there: read ratios only.
+On a GPU the Triton kernels are timed, on a CPU their torch replacements, of which only ratios are meaningful.
 """
 
 import warnings
@@ -20,7 +20,7 @@ from visspec.io.options import option
 from visspec.io.provenance import provenance
 from visspec.kernels.common import BenchCase
 
-ROUND = ("warp", "accept", "commit")  # kernels of a round of image codes
+ROUND = ("warp", "accept", "commit")  # the kernels in a round of image codes
 COLUMNS: dict[str, Cell] = {
     "kernel": "{kernel}",
     "shape": "{shape}",
@@ -32,7 +32,7 @@ COLUMNS: dict[str, Cell] = {
 
 @dataclass(kw_only=True)
 class Options(BenchOptions):
-    device: str = option("of torch; auto: the GPU if there is one", "auto")
+    device: str = option("torch device; auto: the GPU if there is one", "auto")
 
 
 def run(arguments: Options) -> None:
@@ -43,7 +43,7 @@ def run(arguments: Options) -> None:
 
 @torch.inference_mode()
 def bench_kernels(device: torch.device) -> dict[str, Any]:
-    """The JSON object of docs/evaluate.md: a row for each kernel file with a `bench_case`."""
+    """Return the JSON object of docs/evaluate.md: a row for each kernel file with a `bench_case`."""
     makers = {name: getattr(import_module(f"visspec.kernels.{name}"), "bench_case", None) for name in kernels.FILES}
     cases: dict[str, BenchCase] = {name: make(str(device)) for name, make in makers.items() if make}
     rows = []
@@ -56,7 +56,7 @@ def bench_kernels(device: torch.device) -> dict[str, Any]:
 
 
 def microseconds(call, device: torch.device) -> float:
-    """Median time of a call: by `triton.testing` on a GPU, by `torch.utils.benchmark` on a CPU."""
+    """Return the median time of a call, by `triton.testing` on a GPU and `torch.utils.benchmark` on a CPU."""
     if device.type == "cuda":
         from triton.testing import do_bench
 
@@ -66,7 +66,7 @@ def microseconds(call, device: torch.device) -> float:
 
 
 def host_syncs(cases: list[BenchCase], device: torch.device) -> int | None:
-    """How often the host waits for the device in a round of these kernels; None on a CPU, where there is no device."""
+    """Return how often the host waits for the device in a round of these kernels; None on a CPU."""
     if device.type != "cuda":
         return None
     with warnings.catch_warnings(record=True) as found:

@@ -1,9 +1,9 @@
 """`visspec bench sizes`: decoding at the sizes of real models, with random weights and a drafter that knows the answer.
 
-Weights are drawn on the device. Embeddings and head are such that a token is mostly followed by the next id, with a
-margin that rounding does not turn: the oracle then has the acceptance that it is asked for, in any dtype. What is
-computed is checked by distributions, not by these tokens alone: `law_error` compares a draft's nodes with the whole
-text in one stock pass. Arms run in turn, behind prompts of random ids; B rows, L levels of a draft, V vocabulary.
+Weights are drawn on the device. Embeddings and head are built so that a token is mostly followed by the next id, with a
+margin that rounding does not exceed. The oracle thus has the requested acceptance in any dtype. Correctness is checked
+by distributions, not only by these tokens: `law_error` compares a draft's nodes with the whole text in one stock pass.
+Arms take turns, after prompts of random ids. Shapes: B rows, L levels of a draft, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,13 +35,13 @@ from visspec.models.attention.slot_layers import CACHE
 from visspec.types import Request, State
 
 Decoder = LlamaForCausalLM | Qwen2ForCausalLM
-Answer = tuple[Tensor, State | None]  # ids with the prompt's before them, and the state of our loop
+Answer = tuple[Tensor, State | None]  # ids including the prompt, and the state of our loop
 STOCK, STATIC, PLAIN = "transformers_generate", "transformers_static", "plain"
 ORACLE, POLICY = "oracle", "policy"
 
 
 class Size(NamedTuple):
-    """Layers, hidden size, that of the feed-forward part, query and key heads, vocabulary; qwen: biases, as Qwen2."""
+    """Layers, hidden size, MLP size, query and key heads, vocabulary; qwen: with biases, as in Qwen2."""
 
     layers: int
     hidden: int
@@ -52,7 +52,7 @@ class Size(NamedTuple):
     qwen: bool = False
 
     def config(self, room: int) -> LlamaConfig | Qwen2Config:
-        """The configuration, for `room` positions."""
+        """Return the configuration for `room` positions."""
         kind: type[Any] = Qwen2Config if self.qwen else LlamaConfig
         sizes = {"vocab_size": self.vocabulary, "hidden_size": self.hidden, "intermediate_size": self.inner}
         heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.keys}
@@ -64,7 +64,7 @@ class Size(NamedTuple):
         return Qwen2ForCausalLM if self.qwen else LlamaForCausalLM
 
     def model(self, device: str, dtype: torch.dtype, room: int) -> Decoder:
-        """A decoder with weights drawn on the device."""
+        """Return a decoder with weights drawn on the device."""
         with torch.random.fork_rng(), torch.device(device):
             torch.manual_seed(0)
             model = self.build()._from_config(self.config(room), dtype=dtype, attn_implementation="sdpa").eval()
@@ -78,7 +78,7 @@ class Size(NamedTuple):
 SIZES = {
     "llava-1.6-7b": Size(32, 4096, 11008, 32, 32, 32064),  # with Vicuna
     "qwen2.5-vl-7b": Size(28, 3584, 18944, 28, 4, 152064, qwen=True),
-    "janus-pro-7b": Size(30, 4096, 11008, 32, 32, 16384),  # its head over codes
+    "janus-pro-7b": Size(30, 4096, 11008, 32, 32, 16384),  # with its head for codes
     "llamagen-xl": Size(36, 1280, 3584, 20, 20, 16384),
 }
 TINY = {"hidden": 64, "inner": 96, "heads": 4, "vocabulary": 128, "layers": 2}
@@ -86,23 +86,23 @@ TINY = {"hidden": 64, "inner": 96, "heads": 4, "vocabulary": 128, "layers": 2}
 
 @dataclass(kw_only=True)
 class Options(BenchOptions):
-    sizes: list[str] = option("models whose shapes are measured", list(SIZES), choices=SIZES)
-    batch: list[Positive] = option("prompts decoded together", [1, 8, 32])
+    sizes: list[str] = option("models whose sizes are measured", list(SIZES), choices=SIZES)
+    batch: list[Positive] = option("batch sizes", [1, 8, 32])
     acceptance: list[Probability] = option("probability that a drafted token is the target's own", [0.5, 0.7, 0.8, 0.9])
-    levels: Positive = option("of a draft, which is a chain", 6)
-    prompt: Positive = option("ids of a prompt; an image takes some 600", 640)
-    max_new_tokens: Positive = option("tokens of an answer", 128)
-    repeats: Positive = option("batches of prompts", 3)
-    layers: Positive | None = option("instead of the model's own number, to see whether it runs", None)
-    tiny: bool = option("a few small layers in place of each model's", False)
-    compile: bool = option("our passes compiled, too", False)
-    attention: str | None = option("of our passes; default: the device's", None, choices=["mask", "tree"])
-    device: str = option("of torch; auto: the GPU if there is one", "auto")
-    dtype: Literal["float32", "bfloat16", "float16"] = option("of the weights", "bfloat16")
+    levels: Positive = option("levels of a draft, which is a chain", 6)
+    prompt: Positive = option("length of a prompt; an image takes about 600 tokens", 640)
+    max_new_tokens: Positive = option("length of an answer", 128)
+    repeats: Positive = option("number of batches of prompts", 3)
+    layers: Positive | None = option("number of layers (default: the model's own)", None)
+    tiny: bool = option("use a few small layers for a quick test", False)
+    compile: bool = option("compile our passes", False)
+    attention: str | None = option("attention of our passes (default: the device's)", None, choices=["mask", "tree"])
+    device: str = option("torch device; auto: the GPU if there is one", "auto")
+    dtype: Literal["float32", "bfloat16", "float16"] = option("dtype of the weights", "bfloat16")
 
     @property
     def changes(self) -> dict[str, int]:
-        """What each size has in place of the model's own."""
+        """Changes to each size's configuration."""
         return (TINY if self.tiny else {}) | ({"layers": self.layers} if self.layers else {})
 
 
@@ -113,16 +113,16 @@ def run(arguments: Options) -> None:
 
 
 def bench_sizes(arguments: Options) -> dict[str, Any]:
-    """One row for each size, batch and arm: transformers' `generate`, the same with a static cache (compiled on a GPU),
-    our loop without a drafter, with oracles of `levels` drafts, and with oracles whose draft-length policy has learnt
-    nothing yet. Raises ValueError for fewer than two tokens.
+    """Return one row for each size, batch and arm. The arms are transformers' `generate`, the same with a static cache
+    (compiled on a GPU), our loop without a drafter, with oracles of `levels` drafts, and with oracles whose
+    draft-length policy starts untrained. Raises ValueError for fewer than two tokens.
 
-    speedup: whole calls over transformers' generate, decode_over_*: without the prompt. tau of `expected_tau`;
-    ideal_speedup: tau / (v + c + o) in passes over one node, o being the part of our plain round that is no pass;
-    over_pass: what was measured in that unit. attention: how our passes attend, None for the device's own choice.
-    identical of compared: rows equal to transformers'. length_share: tau of the policy over that of `levels` drafts.
-    bytes_bound: reading the weights at read bandwidth over a pass, in seconds of both. On a GPU only: pass_ms and
-    host_share (the part of a pass until the host has issued it).
+    `speedup` is for whole calls over transformers' generate, `decode_over_*` without the prompt. `ideal_speedup` is tau
+    / (v + c + o) in passes over one node, where o is the part of our plain round outside the pass; `over_pass` is the
+    measured value in that unit. `attention` is the way our passes attend, None for the device's default. `identical` of
+    `compared` rows equal transformers'. `length_share` is tau of the policy over that of `levels` drafts. `bytes_bound`
+    is the time to read the weights at read bandwidth over that of a pass. On a GPU there are also `pass_ms` and
+    `host_share`, the part of a pass until the host has issued it.
     """
     prompt, new, levels = arguments.prompt, arguments.max_new_tokens, arguments.levels
     if new < 2:
@@ -137,7 +137,7 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
                 case: Any = SizeCase(model, batch, prompt, new, levels, arguments.compile, arguments.attention)
                 found = case.rows(arguments.acceptance, arguments.repeats)
                 rows += [{"size": name, "layers": size.layers} | row for row in found]
-            except RuntimeError as error:  # of memory, mostly; what has been measured stays
+            except RuntimeError as error:  # mostly out of memory; results so far are kept
                 failures.append(f"{name}, batch {batch}: {error}")
             case = None
             if where.get("cuda"):
@@ -151,13 +151,13 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
 
 
 def _fitting(size: Size, changes: dict[str, int]) -> dict[str, Any]:
-    """The changes, with key heads in the size's own proportion to query heads."""
+    """Return the changes, with key heads in the size's own ratio to query heads."""
     heads = changes.get("heads", size.heads)
     return {**changes, "keys": max(1, heads * size.keys // size.heads)}
 
 
 class SizeCase:
-    """One model at one batch size. A prompt is its number, which seeds its ids."""
+    """One model at one batch size. A prompt is a number that seeds its ids."""
 
     def __init__(self, model: Decoder, batch: int, length: int, new: int, levels: int, compile=False, attention=None):
         self.model, self.batch, self.length, self.new, self.levels = model, batch, length, new, levels
@@ -171,7 +171,7 @@ class SizeCase:
         self.fast: dict[str, Accelerated] = {}
 
     def accelerate(self, drafter: Oracle | None) -> Accelerated:
-        """The model with a drafter, which says whether the policy chooses lengths."""
+        """Accelerate the model with a drafter, whose traits determine whether a policy chooses lengths."""
         model, attention, adaptive = self.model, self.attention, drafter is not None and drafter.traits.adaptive_depth
         fast = accelerate(model, drafter, adaptive=adaptive, levels=self.levels, compile=self.compile)
         if attention is not None:
@@ -184,7 +184,7 @@ class SizeCase:
         return torch.randint(1, self.vocabulary, (self.batch, self.length), generator=generator).to(self.model.device)
 
     def answer(self, prompt: int) -> Tensor:
-        """transformers' greedy answer, (B, T)."""
+        """Return transformers' greedy answer, (B, T)."""
         if prompt not in self.known:
             self.known[prompt] = self.stock(self.ids(prompt), self.new)[0][:, self.length :]
         return self.known[prompt]
@@ -193,7 +193,7 @@ class SizeCase:
         return self.model.generate(**self.options(ids, new), **more), None
 
     def with_static_cache(self, ids: Tensor, new: int) -> Answer:
-        """transformers compiles what runs on such a cache, on a GPU."""
+        """Run with a static cache, for which transformers compiles passes on a GPU."""
         if self.static is None:
             self.static = StaticCache(config=self.model.config, max_cache_len=self.length + self.new)
         self.static.reset()
@@ -215,7 +215,7 @@ class SizeCase:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new}
 
     def time_calls(self, call: Callable[[Tensor, int], Answer], prompt: int) -> speed.ArmRun:
-        """A call for one token and one for all of them."""
+        """Time a call for one token and one for all of them."""
         ids = self.ids(prompt)
         first, _ = seconds_of(partial(call, ids, 1), self.wait)
         whole, (output, state) = seconds_of(partial(call, ids, self.new), self.wait)
@@ -266,7 +266,7 @@ class SizeCase:
 
     @torch.inference_mode()
     def passes(self) -> dict[str, Any]:
-        """A pass over one node and one over a draft, alone: seconds, and what the host has of it."""
+        """Time a pass over one node and one over a draft, alone, and the host's share."""
         target, ids, answer = self.plain.target, self.ids(0), self.answer(0)
         options = {"attention_mask": torch.ones_like(ids), "use_cache": True}
         state, _ = open_request(target, Exact(), Request(options, ids, self.new))
@@ -290,18 +290,18 @@ class SizeCase:
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second at which a device reads a large tensor, by its sum."""
+    """Return the bytes per second at which a device reads a large tensor, measured by its sum."""
     source = torch.ones((256 if device.type == "cuda" else 32) << 18, device=device)
     return 4 * source.numel() / median_seconds({0: source.sum}, 9, waiter(device))[0]
 
 
 def acceptance_of(arm: str) -> float:
-    """The acceptance that an arm with an oracle is given, the last word of its name."""
+    """Return the acceptance of an arm with an oracle, the last word of its name."""
     return float(arm.split()[-1])
 
 
 def expected_tau(acceptance: float, levels: int) -> float:
-    """Tokens a pass: sum_{i=0..L} a^i, the token that follows the accepted ones included."""
+    """Return the expected tokens per pass, sum_{i=0..L} a^i, including the token after the accepted ones."""
     return sum(acceptance**i for i in range(levels + 1))
 
 
@@ -320,7 +320,7 @@ TIMES: dict[str, Cell] = {
 
 
 def view(record: dict[str, Any]) -> Table:
-    """The table of a record; absolute times on a GPU only."""
+    """Return the table of a record, with absolute times only on a GPU."""
     timed = any(row["ms_per_token"] is not None for row in record["rows"])
     caption = "speed-up: whole calls over transformers' generate; the next three without the prompt"
     caption += "".join(f"\nfailed: {failure}" for failure in record.get("failures", ()))

@@ -1,7 +1,7 @@
 """`visspec bench text`: drafters against transformers' own ways of decoding a text model, by kind of prompt.
 
-One process, one set of prompts, the same dtype, attention, threads and cap in all arms, which take turns prompt by
-prompt. Each arm goes through `generate`, so the prefill is in every time.
+All arms run in one process with the same prompts, dtype, attention, threads and limit, and take turns prompt by prompt.
+Each arm calls `generate`, so every time includes the prefill.
 """
 
 import json
@@ -21,7 +21,7 @@ from visspec.io.files import naming
 from visspec.io.options import HardwareOptions, Positive, option
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' prompt lookup gets the best of these, chosen on the warm-up prompts
-WARMUP = 5  # prompts of the training split, or two batches; none of them is measured
+WARMUP = 5  # number of prompts of the training split, or two batches, that are not measured
 PROMPTS = Path(speed.__file__).with_name("prompts.jsonl")
 COLUMNS: dict[str, Cell] = {
     "arm": "{name}",
@@ -35,7 +35,7 @@ COLUMNS: dict[str, Cell] = {
 
 
 class TextPrompt(NamedTuple):
-    """A prompt of a user, and its kind."""
+    """A user's prompt and its kind."""
 
     text: str
     kind: str
@@ -45,15 +45,15 @@ class TextPrompt(NamedTuple):
 class Options(BenchOptions, SamplingOptions, HardwareOptions):
     model: str = option("folder or hub id of a text model")
     prompts: Path | None = option(
-        "a prompt a line, or JSON lines of {prompt, kind or category} (default: 48 held-out prompts of ten kinds)",
+        "file with a prompt per line, or JSON lines of {prompt, kind or category} (default: 48 prompts of ten kinds)",
         None,
     )
-    count: Positive | None = option("how many prompts, at most (default: all)", None)
+    count: Positive | None = option("maximum number of prompts (default: all)", None)
     drafter: list[str] | None = option(
-        "one or more names with options, or folders (default: the model's own, else context)", None, metavar="DRAFTER"
+        "drafters: names with options, or folders (default: the model's own, else context)", None, metavar="DRAFTER"
     )
-    batch_size: Positive = option("prompts decoded together", 1)
-    stream: bool = option("throughput of a stream of --batch-size slots, too", False)
+    batch_size: Positive = option("number of prompts decoded together", 1)
+    stream: bool = option("also measure the throughput of a stream with --batch-size slots", False)
 
 
 def run(arguments: Options) -> None:
@@ -67,10 +67,8 @@ def run(arguments: Options) -> None:
 
 
 def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]:
-    """The prompts of a file; without a file, those of a split of the package's prompts.
-
-    Raises:
-        ValueError: The file has no prompt, or a line of JSON without one.
+    """Return the prompts of a file, or without one those of a split of the package's prompts. Raises ValueError if the
+    file has no prompts, or a JSON line has none.
     """
     with naming(path or PROMPTS):
         lines = [line for line in (path or PROMPTS).read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -94,8 +92,8 @@ def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]
 def bench_text(
     model: Any, tokenizer: Any, prompts: Sequence[TextPrompt], arguments: Options, drafters: Sequence[str]
 ) -> dict[str, Any]:
-    """Run all arms on all prompts. Returns the JSON object of docs/evaluate.md: a row an arm and kind of prompt; of
-    batches, which mix kinds, a row an arm.
+    """Run all arms on all prompts. Returns the JSON object of docs/evaluate.md: a row per arm and kind of prompt, or
+    per arm for batches, which mix kinds.
     """
     size, base, seed = arguments.batch_size, arguments.generation, arguments.seed
     groups = bench.groups_of(prompts, size)
@@ -107,7 +105,7 @@ def bench_text(
     ]
     inputs, warm = inputs[: len(groups)], inputs[len(groups) :]
     static = {"cache_implementation": "static", "disable_compile": True}
-    ours = {spec: CaptionArm(accelerate(model, spec), base, seed) for spec in drafters}  # refused before any work
+    ours = {spec: CaptionArm(accelerate(model, spec), base, seed) for spec in drafters}  # raises before any work
     arms: dict[str, StockCaptionArm | CaptionArm] = {
         "generate": StockCaptionArm(model, base, seed),
         "generate_static": StockCaptionArm(model, base | static, seed),
@@ -142,7 +140,7 @@ def bench_text(
 def row(
     name: str, kind: str, prompts: Sequence[TextPrompt], runs: dict[str, list[speed.ArmRun]], per_token: bool
 ) -> dict[str, Any]:
-    """Speed-up of an arm over `generate` on the prompts of a kind."""
+    """Return the speed-up of an arm over `generate` on the prompts of a kind."""
     stock, found = (
         [run for run in runs[arm] if kind == "all" or prompts[run.prompt].kind == kind] for arm in ("generate", name)
     )

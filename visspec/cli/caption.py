@@ -1,4 +1,4 @@
-"""`visspec caption`: captions of image files as they are finished, and a record of how each was made."""
+"""`visspec caption`: writes captions of images as they are finished, with a record of how each was made."""
 
 from __future__ import annotations
 
@@ -21,37 +21,35 @@ if TYPE_CHECKING:
 
 TopK = Annotated[int, number(int, lambda value: value >= 0, "0 (off) or more")]
 TopP = Annotated[float, number(float, lambda value: 0 < value <= 1, "a number in (0, 1]")]
-LOOKS = 4  # files looked at, at most, to see whether the included model was made for such images
+LOOKS = 4  # maximum number of files to check whether the included model is suitable
 
 
 @dataclass(kw_only=True)
 class Options(RayOptions, SamplingOptions, ModelOptions):
-    prompt: str | None = option("what to ask of each image (default: Describe this image in detail.)", None)
-    max_new_tokens: Positive | None = option("default: 256; of an included model 128", None)  # type: ignore[assignment]
+    prompt: str | None = option("question about each image (default: Describe this image in detail.)", None)
+    max_new_tokens: Positive | None = option("maximum number of tokens (default: 256; 128 for an included model)", None)  # type: ignore[assignment]
     image: list[Path] = option(
-        "image (PNG, JPEG, WEBP, BMP, GIF, TIFF, AVIF) or video files; with --out also folders, globs, .jsonl and"
+        "image (PNG, JPEG, WEBP, BMP, GIF, TIFF, AVIF) or video files; with --out also folders, globs, .jsonl or"
         " .parquet of {image, prompt, id}, .tar shards (webdataset), hf:NAME[:SPLIT] (datasets)",
         positional=True,
     )
     out: Path | None = option(
-        "records as .jsonl or .parquet; a run goes on where the last one ended", None, writes="file"
+        "file of records, .jsonl or .parquet; an interrupted run is continued", None, writes="file"
     )
-    slots: Positive = option("captions written at once", 8)
-    workers: Positive = option("threads that read images ahead; with --ray processes", 2)
-    report: Path | None = option("a page of the records with thumbnails, with --out", None, writes="file")
-    compare: Count = option("also time transformers' generate on so many of the images, and say how much faster", 0)
-    max_pixels: Positive = option("larger images are refused", 64_000_000)
-    frames: Positive = option("frames read of a video", 8)
-    schema: Path | None = option(
-        "a JSON schema: each caption is an object of it (pip install 'visspec[grammar]')", None
-    )
-    top_k: TopK | None = option("sample among the most likely tokens (default: all)", None)
-    top_p: TopP | None = option("sample among the tokens of this probability together (default: 1)", None)
-    stats: bool = option("print the speed, also without --out", False)
+    slots: Positive = option("number of images captioned at once", 8)
+    workers: Positive = option("number of threads that read images ahead, or with --ray of processes", 2)
+    report: Path | None = option("write an HTML page of the records with thumbnails, with --out", None, writes="file")
+    compare: Count = option("also time transformers' generate on this many images, and print the speed-up", 0)
+    max_pixels: Positive = option("maximum number of pixels of an image", 64_000_000)
+    frames: Positive = option("number of frames read from a video", 8)
+    schema: Path | None = option("JSON schema of the captions (pip install 'visspec[grammar]')", None)
+    top_k: TopK | None = option("sample from this many most likely tokens (default: all)", None)
+    top_p: TopP | None = option("sample from the most likely tokens with this total probability (default: 1)", None)
+    stats: bool = option("print the speed even without --out", False)
 
 
 def run(arguments: Options) -> int:
-    """Finished captions are kept whatever ends it. Returns the exit code."""
+    """Caption the images and return the exit code. Finished captions are kept if the run is interrupted."""
     options = decode_options(arguments)
     from visspec.cli.caption_records import run_records
 
@@ -59,12 +57,12 @@ def run(arguments: Options) -> int:
 
 
 def model_of(arguments: Options) -> str:
-    """The model by name or folder. Raises ValueError where none is named or included."""
+    """Return the model by name or folder. Raises ValueError if none is given and none is included."""
     return arguments.model or included.text_model()
 
 
 def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[str, Any]:
-    """How captions are made, as asked for: the same whatever processes make them, so that any of them can go on."""
+    """Return the settings of captions, which don't depend on processes, so that any process can continue a run."""
     from visspec import registry
 
     rule = arguments.acceptance
@@ -89,7 +87,7 @@ def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[
 def by_schema(
     arguments: Options, model: ConfiguredModel, processor: Processor
 ) -> tuple[dict[str, Any], Callable[[Caption], Caption]]:
-    """generate's arguments for --schema, and what checks a caption by it."""
+    """Return generate's arguments for --schema, and a function that checks a caption against it."""
     if arguments.schema is None:
         return {}, lambda found: found
     from visspec.api.schemas import JsonGrammars
@@ -100,7 +98,7 @@ def by_schema(
 
 
 def read_schema(path: Path) -> Any:
-    """The schema of a file. Raises ValueError for one that can't be read."""
+    """Read the schema in a file. Raises ValueError if it can't be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -108,7 +106,7 @@ def read_schema(path: Path) -> Any:
 
 
 def decode_options(arguments: Options) -> dict[str, Any]:
-    """generate's keyword arguments. Raises ValueError for sampling options that contradict greedy decoding."""
+    """Return generate's keyword arguments. Raises ValueError for sampling options at temperature 0."""
     sampled = arguments.temperature > 0
     for name, value in {"top-k": arguments.top_k, "top-p": arguments.top_p}.items():
         if value is not None and not sampled:
@@ -120,9 +118,7 @@ def decode_options(arguments: Options) -> dict[str, Any]:
 
 
 def warn_of_foreign(arguments: Options) -> None:
-    """Say so if the included model is asked about images that it was not made for, by the first of the sources that are
-    files and folders.
-    """
+    """Warn if the first files of the sources are not images of the kind for which the included model was made."""
     from visspec.api import sources
 
     local = [source for source in arguments.image if source.is_dir() or sources.is_plain(source)]

@@ -1,4 +1,4 @@
-"""The work of `visspec caption`: records of images, kept one by one in a file, made here or by several processes."""
+"""The work of `visspec caption`: records of images, stored one by one in a file, made here or by several processes."""
 
 import sys
 import tempfile
@@ -25,12 +25,12 @@ COLUMNS |= {"ended": "string", "drift": "double", "error": "string"}
 
 
 def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
-    """Finished records are kept whatever ends it; ids that are there are not captioned again. Without --out they are
-    printed. Returns the exit code.
+    """Caption the images that have no record yet, and return the exit code. Finished records are kept if the run is
+    interrupted. Without --out they are printed.
     """
     check_output(arguments)
     read = partial(sources.records, arguments.image)
-    found = read()  # a source that isn't there is refused before work starts
+    found = read()  # raises for a missing source before work starts
     request = arguments.prompt or default_prompt(caption.model_of(arguments))
     pictures, sample = CaptionSamples(), dict[str, Record]()
     about = caption.settings(arguments, request, options)
@@ -75,7 +75,7 @@ def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
 def shown(
     pictures: CaptionSamples, records: Iterable[Record], sample: dict[str, Record], count: int
 ) -> Iterator[Record]:
-    """The records, whose images the page may need; the first `count` are kept in `sample`, by id."""
+    """Yield the records, and keep the first `count` in `sample`, by id, because the page may need their images."""
     for record in records:
         pictures.look(record.id, record.image)
         if len(sample) < count:
@@ -84,8 +84,8 @@ def shown(
 
 
 def compare(captions: Captions, records: Sequence[Record], rate: float) -> str:
-    """A sentence on how much faster a run of `rate` images a second was than transformers' `generate`, which captions
-    these records in batches of as many as there are slots. Reading and preparing images counts for both.
+    """Return a sentence that compares a run of `rate` images per second with transformers' `generate` on these records,
+    in batches of as many as there are slots. Both include reading and preparing images.
     """
     options, start = {k: v for k, v in captions.generate.items() if k != "seed"}, time.monotonic()
     model: Any = captions.fast.model
@@ -96,13 +96,13 @@ def compare(captions: Captions, records: Sequence[Record], rate: float) -> str:
         model.generate(**inputs, **options).cpu()
     theirs = len(records) / (time.monotonic() - start)
     return (
-        f"transformers' generate: {theirs:.3g} images a second, {len(records)} of them in batches of {captions.slots};"
+        f"transformers' generate: {theirs:.3g} images per second, {len(records)} in batches of {captions.slots};"
         f" this run was {rate / theirs:.2f} times as fast"
     )
 
 
 def worker(make: Callable[[int], tuple[Captions, Callable[[Caption], Caption]]]) -> distributed.Making:
-    """In an actor: load the model. What is returned makes the captions of records."""
+    """In an actor: load the model and return a function that makes the captions of records."""
     captions, check = make(1)
     return lambda records: map(check, captions(records))
 
@@ -110,7 +110,9 @@ def worker(make: Callable[[int], tuple[Captions, Callable[[Caption], Caption]]])
 def load_captions(
     arguments: caption.Options, request: str, options: dict[str, Any], workers: int
 ) -> tuple[Captions, Callable[[Caption], Caption]]:
-    """The model's captions of records, whose images so many threads read ahead, and what checks one by --schema."""
+    """Load the model, with this many threads that read images ahead. Returns it and a function that checks a caption
+    against --schema.
+    """
     fast, processor = load(arguments, needs_pictures=True)
     constraint, check = caption.by_schema(arguments, fast.model, processor)
     reading = {name: getattr(arguments, name) for name in ("slots", "max_pixels", "frames")}
@@ -118,7 +120,7 @@ def load_captions(
 
 
 def check_output(arguments: caption.Options) -> None:
-    """Raises ValueError for arguments that don't go together."""
+    """Raise ValueError for arguments that don't go together."""
     out = arguments.out
     if out is None:
         source = next((s for s in arguments.image if not sources.is_plain(s)), None)
@@ -127,9 +129,9 @@ def check_output(arguments: caption.Options) -> None:
             raise ValueError(f"--out: got none, expected a .jsonl or .parquet file for the records of {source}")
         for name in ("report", "retry_failed"):
             if getattr(arguments, name):
-                raise ValueError(f"--{name.replace('_', '-')}: got it without --out, expected both")
+                raise ValueError(f"--{name.replace('_', '-')}: got it without --out. Pass both.")
     if arguments.ray and arguments.compare:
-        raise ValueError("--compare: got it with --ray, expected one of the two: generate runs in this process")
+        raise ValueError("--compare: got it with --ray, but generate runs in this process. Leave one of them out.")
     if out is None:
         return
     if out.suffix not in (".jsonl", ".parquet"):
@@ -144,7 +146,7 @@ def row_of(made: Caption) -> dict[str, Any]:
 
 
 class RecordRun:
-    """What one run adds to a journal, and how fast."""
+    """The records that one run adds to a journal, and its speed."""
 
     def __init__(self, journal: Journal):
         self.journal, self.before, self.lost = journal, len(journal.done), len(journal.failed)
@@ -153,7 +155,9 @@ class RecordRun:
         self.start = self.seconds = 0.0
 
     def with_bar(self, made: Iterable[Any], total: int | None = None) -> Iterator[Any]:
-        """What is made, while progress is shown. total: records of the sources, those that were there among them."""
+        """Yield the results, with a progress bar. `total` is the number of records in the sources, including existing
+        ones.
+        """
         self.start = time.monotonic()
         with Progress("images", total, self.before if total is None else min(self.before, total)) as self.bar:
             for one in made:
@@ -170,7 +174,7 @@ class RecordRun:
         arguments: caption.Options | generate.Options,
         group: int,
     ) -> Iterator[Any]:
-        """What the processes of --ray make, of so many records at a time."""
+        """Yield the results of the processes of --ray, which take `group` records at a time."""
         auto = arguments.device == "auto" and torch.cuda.is_available()
         gpus = 1.0 if auto or arguments.device.startswith("cuda") else 0.0
         pool = {"workers": arguments.workers, "threads": arguments.threads, "gpus": gpus, "group": group}
@@ -178,12 +182,12 @@ class RecordRun:
 
     @property
     def tau(self) -> float:
-        """Tokens a pass."""
+        """Tokens per target pass."""
         return self.committed / max(self.rounds, 1)
 
     @property
     def rate(self) -> float:
-        """Images a second, those that failed left out."""
+        """Images per second, without failed ones."""
         return (self.count - self.failed) / max(self.seconds, 1e-9)
 
     def add(self, row: dict[str, Any]) -> None:
@@ -196,20 +200,20 @@ class RecordRun:
             self.bar.write(f"visspec: {row['error']}")
 
     def repeat(self, id: str) -> None:
-        """An id came again: only its first record is made."""
+        """Report an id that occurs again. Only its first record is made."""
         self.twice += 1
-        self.bar.write(f"visspec: {id}: got this id twice, expected one record of each")
+        self.bar.write(f"visspec: {id}: got this id twice. Only its first record is used.")
 
     def end(self, out: Path | None, stats: bool = True) -> int:
-        """Print a summary, without `out` for `stats` alone. Returns the exit code: 2 if all records failed, 1 if some
-        did or if ids came twice, as only the first record of each is made.
+        """Print a summary if there is an `out` or `stats` is set. Returns the exit code: 2 if all records failed, 1 if
+        some did or ids were repeated.
         """
         if out is not None or stats:
             there = f", {self.before} were there" if self.before else ""
-            there += f" ({self.lost} of these failed, --retry-failed makes them again)" if self.lost else ""
-            there += f", {self.twice} ids came twice" if self.twice else ""
+            there += f" ({self.lost} of these failed; --retry-failed makes them again)" if self.lost else ""
+            there += f", {self.twice} repeated ids" if self.twice else ""
             where = "" if out is None else f"{out}: "
-            speed = f"; {self.seconds:.1f} s, {self.rate:.3g} images a second, {self.tau:.2f} tokens a pass (tau)"
+            speed = f"; {self.seconds:.1f} s, {self.rate:.3g} images per second, {self.tau:.2f} tokens per pass (tau)"
             speed = speed if self.count > self.failed else ""
             cut = f"; {self.cut} cut at the limit (--max-new-tokens)" if self.cut else ""
             print(f"{where}{self.count} records, {self.failed} of them failed{there}{speed}{cut}")

@@ -1,4 +1,4 @@
-"""`visspec convert`: a folder of published weights in a layout of their own, for every command that takes a model."""
+"""`visspec convert`: writes a folder of published weights that every command can load."""
 
 import re
 from dataclasses import dataclass
@@ -7,21 +7,21 @@ from pathlib import Path
 from visspec.entries import TABLES
 from visspec.io.options import Positive, option
 
-SIDES = re.compile(r"(?<!\d)(256|384|512|1024)(?!\d)")  # in names of files: t2i_XL_stage1_256.pt
+SIDES = re.compile(r"(?<!\d)(256|384|512|1024)(?!\d)")  # sizes in file names: t2i_XL_stage1_256.pt
 
 
 @dataclass(kw_only=True)
 class Options:
     layout: str = option(
-        "whose weights (visspec list layouts); lantern: a drafter; anole: one in transformers' form, and its codec;"
-        " safetensors: any pickled weights, whose names stay",
+        "layout of the weights (visspec list layouts); lantern: a drafter; anole: a model in transformers' form, to add"
+        " its codec; safetensors: any pickled weights",
         positional=True, choices=[*TABLES["layout"], "lantern", "anole", "safetensors"],
     )  # fmt: skip
-    weights: Path = option("the published file, or a folder; of anole also a hub id", positional=True)
+    weights: Path = option("published file or folder; for anole also a hub id", positional=True)
     vq: Path | None = option("published codec of the model's images", None, short="--vae")
     text: str | None = option("folder or hub id of the text encoder, for LlamaGen and Infinity", None)
-    size: Positive | None = option("pixels along a side of an image (default: as the name of the file says)", None)
-    heads: Positive | None = option("of the attention, only for sizes that were not published", None)
+    size: Positive | None = option("side of an image in pixels (default: from the file name)", None)
+    heads: Positive | None = option("number of attention heads, for unpublished sizes", None)
     drafter: Path | None = option("folder of a trained drafter for the model, such as LANTERN's", None)
     out: Path = option("new folder", writes="folder")
 

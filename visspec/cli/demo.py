@@ -1,5 +1,6 @@
-"""`visspec demo`: the embedded models at work. Captions of two worlds, stock and accelerated, the same words in less
-time, and pictures, plain and accelerated, the same codes in less time, with the map of what was drafted.
+"""`visspec demo`: the included models at work, plain and accelerated side by side.
+
+Captions of two worlds by transformers' generate and by ours, and pictures with a map of what was drafted.
 """
 
 from __future__ import annotations
@@ -16,24 +17,26 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-WORLDS = {"shapes": ("captioner", "vispec"), "emoji": ("captioner-emoji", "vispec-emoji")}  # captioner and drafter
-PUBLISHED = ("captioner-smollm2", "auto")  # those of shapes where `make real` has fetched the language model
-PAINTERS = {  # and what they draw
+WORLDS = {"shapes": ("captioner", "vispec"), "emoji": ("captioner-emoji", "vispec-emoji")}
+PUBLISHED = ("captioner-smollm2", "auto")  # used for shapes if `make real` has downloaded the language model
+PAINTERS = {  # and their prompts
     "painter": ("a photo of three stars", "a photo of a cross left of a ring"),
     "painter-emoji": ("a photo of a penguin on a cloudy blue ground", "a photo of a parrot on a grainy pink ground"),
 }
 ANIMALS = ("a photo of a penguin on a smooth blue ground", "a photo of a fox face on a cloudy green ground")
 GALLERY = PAINTERS | dict.fromkeys(("painter-any-order", "painter-mar", "painter-var"), ANIMALS)
-# The fastest preset, by what a painter draws, that draws the pictures of plain decoding (docs/methods.md); of vectors,
-# pictures of its distribution.
+# The fastest preset for each kind of painter that draws the pictures of plain decoding, or for vectors pictures with
+# its # distribution.
 PRESETS = {"codes": "gumbel", "any order": "assd-raster", "vectors": "denoise", "maps": "scales"}
-SIDE = 192  # pixels of a picture of the gallery
-FIRST = 206  # of the held-out scenes: of each world, four that its captioner describes without a mistake
+SIDE = 192  # side of a picture of the gallery in pixels
+FIRST = 206  # first held-out scene; from here, each captioner describes four without a mistake
 
 
 @dataclass
 class Section:
-    """What one world's captions, or all pictures, came to; figures: the picture and the pieces of each caption."""
+    """The results of one world's captions, or of all pictures. `figures` are the picture and the pieces of each
+    caption.
+    """
 
     world: str = ""
     summary: str = ""
@@ -42,7 +45,9 @@ class Section:
     equal: int = 0
 
     def add(self, view: Table, name: str, slow: float, fast: float, tau: float, same: bool | None) -> None:
-        """Count one caption or picture, and show it in a row; slow, fast: seconds; same: None where it need not be."""
+        """Count one caption or picture, and show it in a row. `slow` and `fast` are seconds; `same` is None if it need
+        not be equal.
+        """
         self.equal += bool(same)
         self.ratios.append(slow / fast)
         times = (f"{1e3 * seconds:.0f} ms" for seconds in (slow, fast))
@@ -52,21 +57,19 @@ class Section:
 
 @dataclass(kw_only=True)
 class Options:
-    count: Positive = option("how many scenes of each world", 4)
-    world: str | None = option("captions of this world alone; default: both, and pictures", None, choices=list(WORLDS))
-    out: Path = option("where the pictures and the page go", Path("out/demo"), writes="folder")
+    count: Positive = option("number of scenes of each world", 4)
+    world: str | None = option(
+        "only caption scenes of this world (default: both, and draw pictures)", None, choices=list(WORLDS)
+    )
+    out: Path = option("folder for the pictures and the page", Path("out/demo"), writes="folder")
     gallery: Path | None = option(
-        "draw with every family of painters; plain and accelerated pictures beside each other", None, writes="file"
+        "draw plain and accelerated pictures of every painter family to this file", None, writes="file"
     )
-    race: Path | None = option(
-        "a GIF of plain and accelerated decoding in real time, and nothing else", None, writes="file"
-    )
+    race: Path | None = option("only write a GIF of plain and accelerated decoding in real time", None, writes="file")
 
 
 def run(arguments: Options) -> int:
-    """Caption held-out scenes both ways, draw both ways, print and write out/index.html. Returns 0 when all words and
-    pictures are equal.
-    """
+    """Run the demo and write out/index.html. Returns 0 if all words and pictures are equal."""
     if arguments.race:
         from visspec.cli import race
 
@@ -104,14 +107,16 @@ def run(arguments: Options) -> int:
 
 
 def captioner_of(world: str) -> tuple[str, str]:
-    """The captioner of a world and its drafter; of shapes the one around SmolLM2, if its language model is there."""
+    """Return the captioner of a world and its drafter; for shapes the one around SmolLM2, if its language model
+    exists.
+    """
     from visspec.io import included
 
     return PUBLISHED if world == "shapes" and (included.PUBLISHED / "smollm2").is_dir() else WORLDS[world]
 
 
 def caption_section(name: str, count: int, console: Console) -> Section:
-    """Captions of a world's held-out scenes by transformers' generate and by ours, printed one by one."""
+    """Caption held-out scenes of a world with transformers' generate and ours, and print them one by one."""
     import torch
     from rich.table import Table
     from rich.text import Text
@@ -130,7 +135,11 @@ def caption_section(name: str, count: int, console: Console) -> Section:
     fast = accelerate(model, drafter, tokenizer=processor.tokenizer)
     options = {"max_new_tokens": 160, "do_sample": False}
     other, *inputs = [prepare(processor, [image], PROMPT, model) for image in images]
-    for generate in (model.generate, fast.generate, fast.generate):  # of another scene: drafters may remember answers
+    for generate in (
+        model.generate,
+        fast.generate,
+        fast.generate,
+    ):  # another scene, because drafters may remember answers
         generate(**other, **options)
     view, section = Table(name, "transformers", "visspec", "faster", "tau", "same words"), Section(name)
     for i, (image, prompt) in enumerate(zip(images[1:], inputs), 1):
@@ -145,9 +154,9 @@ def caption_section(name: str, count: int, console: Console) -> Section:
 
 
 def draw_pictures(out: Path, console: Console, gallery: Path | None = None) -> tuple[str, str, int, bool]:
-    """Pictures of PAINTERS, or of the `gallery`'s, each beside the map of its tokens' origins, in `out`/drawn.png: a
-    sentence, the page as a data URI, its width, and whether they are those of plain decoding. gallery: a file of plain
-    and accelerated pictures side by side.
+    """Draw the pictures of PAINTERS, or of the `gallery`'s, each with the map of its token origins, to `out`/drawn.png.
+    Returns a sentence, the page as a data URI, its width, and whether they equal plain decoding. `gallery` is a file
+    for plain and accelerated pictures side by side.
     """
     import torch
     from rich.table import Table
@@ -160,7 +169,7 @@ def draw_pictures(out: Path, console: Console, gallery: Path | None = None) -> t
     from visspec.eval.bench.paired import geometric_mean, in_words
     from visspec.eval.report.images import data_uri
 
-    drawn: list[tuple[str, Image.Image]] = []  # with maps
+    drawn: list[tuple[str, Image.Image]] = []  # pictures with maps
     pairs: list[tuple[str, Image.Image]] = []
     alike = True
     section, view = Section(), Table("picture", "plain decoding", "visspec", "faster", "tau", "same picture")

@@ -1,4 +1,4 @@
-"""What this machine has, and so what will run and what will not."""
+"""`visspec doctor`: reports what this machine has, and what will run on it."""
 
 import importlib.metadata
 import importlib.util
@@ -26,7 +26,7 @@ def version(name: str) -> str | None:
 
 
 def report() -> str:
-    """A plain-text page: versions, device, and one line for each thing that depends on them."""
+    """Return a plain-text page: versions, device, and a line for each thing that depends on them."""
     import torch
 
     lines = [f"python {platform.python_version()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"]
@@ -38,13 +38,13 @@ def report() -> str:
         lines.append(f"{name}: {version(name) or 'there' if there else 'not installed'} ({use})")
     lines += [
         "will run: chains and trees with attn_implementation sdpa or eager; full and sliding-window attention",
-        "will not run: encoder-decoders, models with recurrent layers alone, flash attention (refused in one sentence)",
+        "will not run: encoder-decoders, models with only recurrent layers, flash attention",
     ]
     return "\n".join(lines)
 
 
 def kernel_lines(cuda: bool) -> list[str]:
-    """What runs in place of the Triton kernels, and how draft passes attend; `cuda`: whether there is a CUDA device."""
+    """Return lines on what replaces the Triton kernels, and how draft passes attend. `cuda`: there is a CUDA device."""
     import torch
 
     from visspec.io.provenance import driver_version

@@ -1,7 +1,7 @@
-"""`visspec eval METRIC`: the metrics of `visspec.eval.metrics` on folders of images, as a table and as JSON.
+"""`visspec eval METRIC`: the metrics of `visspec.eval.metrics` for folders of images, as a table and as JSON.
 
-The extractor, detector or model is a flag, and its name is part of the metric's. Metrics that judge image by image
-append their rows to a file beside the images (`--results`) and continue from it.
+The extractor, detector or model is an option, and its name is part of the metric's. Metrics that evaluate image by
+image append rows to a file next to the images (`--results`) and continue from it.
 """
 
 import json
@@ -16,16 +16,16 @@ from visspec.io import included
 from visspec.io.files import write_json
 from visspec.io.options import Positive, option
 
-Row = dict[str, Any]  # name, value, n, and what the metric says beside them
+Row = dict[str, Any]  # name, value, n, and further fields of the metric
 
 FOLDER = "folder of images"
-LEAST = {"fid": 4, "kid": 2}  # images a side
+LEAST = {"fid": 4, "kid": 2}  # minimum number of images on each side
 
 
 @dataclass(kw_only=True)
 class MetricOptions(JsonOption):
     what: str = option(command=True)
-    device: str = option("of torch; auto: the GPU if there is one", "auto")
+    device: str = option("torch device; auto: the GPU if there is one", "auto")
     json: Path | None = option("write the result to this file", None, writes="file")
     generated: Path = option(FOLDER, positional=True)
 
@@ -35,36 +35,36 @@ class FoldersOptions(MetricOptions):
     """Two folders, compared by an extractor's features."""
 
     reference: Path = option(FOLDER, positional=True)
-    extractor: str = option("random-conv (embedded), inception[:FILE], or a model", "random-conv")
-    batch_size: Positive = option("images at a time", 32)
+    extractor: str = option("feature extractor: random-conv (included), inception[:FILE], or a model", "random-conv")
+    batch_size: Positive = option("batch size", 32)
 
 
 @dataclass(kw_only=True)
 class FidOptions(FoldersOptions):
-    cache: Path | None = option("folder that keeps the features of references", None)
+    cache: Path | None = option("folder in which to cache features of references", None)
 
 
 @dataclass(kw_only=True)
 class KidOptions(FoldersOptions):
-    subsets: Positive = option("random subsets that the distance is averaged over", 100)
-    subset_size: Positive | None = option("images a subset (default: 1000, or all there are)", None)
+    subsets: Positive = option("number of random subsets to average over", 100)
+    subset_size: Positive | None = option("images per subset (default: 1000, or all if there are fewer)", None)
 
 
 @dataclass(kw_only=True)
 class JudgedOptions(MetricOptions):
-    """Images that are judged one by one."""
+    """Images that are evaluated one by one."""
 
-    results: Path | None = option("rows of finished images (default: beside the folder)", None)
+    results: Path | None = option("file for rows of finished images (default: next to the folder)", None)
 
     @property
     def rows(self) -> Path:
-        """Where rows of finished images go."""
+        """The file for rows of finished images."""
         return self.results or self.generated.with_name(f"{self.generated.name}.{self.what}.jsonl")
 
 
 @dataclass(kw_only=True)
 class ClipScoreOptions(JudgedOptions):
-    model: str = option("a CLIP model: folder or hub id")
+    model: str = option("folder or hub id of a CLIP model")
     prompts: Path = option("JSONL of {image, prompt}, or JSON of visspec generate")
 
 
@@ -72,11 +72,11 @@ class ClipScoreOptions(JudgedOptions):
 class GenEvalOptions(JudgedOptions):
     prompts: Path | None = option("JSONL of {image, prompt, ...}, or JSON of visspec generate", None)
     detector: str | None = option("mask2former:MODEL, mmdet:CONFIG:CHECKPOINT, or an included one (default)", None)
-    colours: str = option("detected, or a CLIP model", "detected")
+    colours: str = option("colour classifier: detected, or a CLIP model", "detected")
 
 
 def run(arguments: MetricOptions) -> int:
-    """The command: measure, print a table, write the JSON with provenance. Returns the exit code."""
+    """Measure, print a table, and write the JSON with provenance. Returns the exit code."""
     import torch
     from rich.console import Console
     from rich.markup import escape
@@ -109,7 +109,7 @@ def run(arguments: MetricOptions) -> int:
 
 
 def two_folders(arguments: FoldersOptions) -> Row:
-    """fid, kid."""
+    """Compute fid or kid."""
     from visspec.eval.metrics import features, fid, kid, named
 
     extractor, size = named.extractor(arguments.extractor, arguments.device), arguments.batch_size
@@ -144,7 +144,7 @@ def gen_eval(arguments: GenEvalOptions) -> Row:
 
 
 def metadata_of(prompts: Path) -> list[Row]:
-    """Rows of --prompts, those without GenEval's metadata read as prompts of an included world."""
+    """Return the rows of --prompts. Rows without GenEval's metadata are parsed as prompts of an included world."""
     rows = read_prompts(prompts)
     try:
         return [r if "include" in r else included.parse(r["prompt"]) | {"image": r["image"]} for r in rows]
@@ -154,7 +154,7 @@ def metadata_of(prompts: Path) -> list[Row]:
 
 
 def check_images(argument: str, folder: Path, least: int) -> None:
-    """Raises ValueError that names the argument for a folder with fewer images."""
+    """Raise ValueError with the argument's name if a folder has fewer images."""
     from visspec.io.images import image_files
 
     try:
@@ -166,7 +166,7 @@ def check_images(argument: str, folder: Path, least: int) -> None:
 
 
 def read_prompts(path: Path) -> list[Row]:
-    """Rows of {image, prompt, ...}: JSONL, or the JSON that `visspec generate` writes, less the images that failed."""
+    """Return rows of {image, prompt, ...} from JSONL, or from the JSON of `visspec generate` without failed images."""
     try:
         text = path.read_text(encoding="utf-8")
         lines = text.splitlines() if path.suffix == ".jsonl" else [text]

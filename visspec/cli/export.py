@@ -8,8 +8,8 @@ from visspec.io.options import HardwareOptions, option
 
 @dataclass(kw_only=True)
 class Options(HardwareOptions):
-    folder: Path = option("of the drafter", positional=True)
-    form: str = option("eagle, eagle3, dflash, dflash2, dspark, domino, speculators or transformers")
+    folder: Path = option("folder of the drafter", positional=True)
+    form: str = option("form: eagle, eagle3, dflash, dflash2, dspark, domino, speculators or transformers")
     out: Path = option(writes="folder")
     target: str | None = option("folder or hub id of its target (default: the one that it was trained for)", None)
 

@@ -1,4 +1,4 @@
-"""`visspec generate`: images to files as they are finished, a grid, maps, and a record of how each was drawn."""
+"""`visspec generate`: writes images as they are finished, a grid, maps, and a record of how each was drawn."""
 
 from __future__ import annotations
 
@@ -17,49 +17,51 @@ if TYPE_CHECKING:
     from visspec.api.images import ImageOutput, ImagePipeline
 
 CHOSEN = ("drafter", "acceptance", "order")
-MEASURED = ("guarantee", "drift_per_token")  # of the batch an image was drawn in
+MEASURED = ("guarantee", "drift_per_token")  # figures of the batch of an image
 
 
 @dataclass(kw_only=True)
 class Options(RayOptions, DrawingOptions):
-    prompt: list[str] = option("what to draw; several prompts are quoted", positional=True, nargs="*")
-    prompts: Path | None = option("file of prompts, one a line, or .jsonl of {prompt, id}", None)
-    n: Positive = option("images of each prompt", 1)
-    out: Path = option("folder of the PNG files, or one picture", Path("out/images"), short="-o", writes="picture")
-    grid: Path | None = option("also write one picture of all images", None, writes="file")
-    maps: bool = option("beside each image, where its tokens came from", False)
+    prompt: list[str] = option("what to draw; quote each of several prompts", positional=True, nargs="*")
+    prompts: Path | None = option("file of prompts, one per line, or .jsonl of {prompt, id}", None)
+    n: Positive = option("number of images of each prompt", 1)
+    out: Path = option("folder for PNG files, or a single picture", Path("out/images"), short="-o", writes="picture")
+    grid: Path | None = option("also write a grid of all images to this file", None, writes="file")
+    maps: bool = option("show the origin of its tokens next to each image", False)
     model: str | None = option("included name, folder or hub id of an image model (default: an included one)", None)
-    top_k: int | None = option("default: the model's own", None)
-    top_p: float | None = option("default: the model's own", None)
-    height: int | None = option("pixels; default: the model's own", None)
-    width: int | None = option("pixels; default: the model's own", None)
-    image: Path | None = option("picture to draw into, of the model's size; any-order models only", None)
-    mask: Path | None = option("of --image: white where to draw, the rest stays as it is", None)
-    preset: str | None = option("a published method by name (visspec list presets), or a file of visspec tune", None)
-    drafter: str | None = option("name with options, or folder (default: jacobi; none for vectors)", None)
-    order: str | None = option("order of decoding, of any-order models halton, spread or raster", None)
-    batch_invariant: bool = option("the same codes in half precision, whatever drafts and shares the batch", False)
-    acceptance: str | None = option("rule and options, e.g. lantern:k=100,delta=0.1 (default: exact, coupled)", None)
-    batch_size: Positive = option("images drawn together", 8)
+    top_k: int | None = option("sample from this many most likely codes (default: the model's own)", None)
+    top_p: float | None = option("sample from the codes of this total probability (default: the model's own)", None)
+    height: int | None = option("height in pixels (default: the model's own)", None)
+    width: int | None = option("width in pixels (default: the model's own)", None)
+    image: Path | None = option("picture to inpaint, of the model's size; only for any-order models", None)
+    mask: Path | None = option("mask of --image, white where to draw", None)
+    preset: str | None = option("published method (visspec list presets), or file of visspec tune", None)
+    drafter: str | None = option("drafter: name with options, or folder (default: jacobi; none for vectors)", None)
+    order: str | None = option("order of decoding; halton, spread or raster for any-order models", None)
+    batch_invariant: bool = option("make codes independent of drafts and batch, in half precision too", False)
+    acceptance: str | None = option(
+        "acceptance rule, e.g. lantern:k=100,delta=0.1 (default: exact; coupled for vectors)", None
+    )
+    batch_size: Positive = option("number of images drawn together", 8)
     stats: bool = option("print passes, tau and times of each batch", False)
     json: Path | None = option("write seeds, passes, guarantee and drift to this file", None, writes="file")
-    workers: Positive = option("processes, with --ray", 2)
+    workers: Positive = option("number of processes, with --ray", 2)
 
     def __post_init__(self) -> None:
         if not all(text.strip() for text in self.prompt):
-            raise ValueError("prompt: got an empty one. Say what to draw.")
+            raise ValueError("prompt: got an empty prompt. Describe what to draw.")
         if len(self.prompt) > 1 and not any(" " in text for text in self.prompt):
             self.prompt = [" ".join(self.prompt)]  # a prompt without quotes
 
 
 def run(arguments: Options) -> int | None:
-    """Finished images stay when it is interrupted."""
+    """Draw the images. Finished images are kept if the run is interrupted."""
     if arguments.ray:
         from visspec.cli.generate_ray import run_ray
 
         return run_ray(arguments)
     if arguments.retry_failed:
-        raise ValueError("--retry-failed: got it without --ray, expected both")
+        raise ValueError("--retry-failed: got it without --ray. Pass both.")
     from visspec.api.grid import grid
     from visspec.io.provenance import provenance
 
@@ -80,7 +82,7 @@ def run(arguments: Options) -> int | None:
     try:
         for part in stream:
             if first and not shown:
-                print(f"visspec: {arguments.out} has images up to number {first - 1}, going on", file=sys.stderr)
+                print(f"visspec: {arguments.out} has images up to number {first - 1}; continuing", file=sys.stderr)
             for i, image in enumerate(part.images):
                 path = arguments.out if single else arguments.out / f"{first + len(shown):05d}.png"
                 picture = beside(image, part, i) if arguments.maps else image
@@ -105,7 +107,7 @@ def run(arguments: Options) -> int | None:
 
 
 def read_prompts(arguments: Options) -> list[str]:
-    """The prompts. Raises ValueError if there is none, or for a line without one."""
+    """Return the prompts. Raises ValueError if there is none, or a line has none."""
     from visspec.api import sources
 
     found = [*arguments.prompt, *([] if arguments.prompts is None else sources.texts(arguments.prompts))]
@@ -115,8 +117,8 @@ def read_prompts(arguments: Options) -> list[str]:
 
 
 def read_inpainting(arguments: Options) -> dict[str, Any]:
-    """The picture of --image and the mask of --mask, read, as a pipeline takes them. Raises ValueError for one without
-    the other, and for a file that is no image.
+    """Read the picture of --image and the mask of --mask for a pipeline. Raises ValueError if one is missing or is not
+    an image.
     """
     from visspec.io.images import open_image
 
@@ -125,7 +127,7 @@ def read_inpainting(arguments: Options) -> dict[str, Any]:
     found = {}
     for name, path, key in (("image", arguments.image, "image"), ("mask", arguments.mask, "mask_image")):
         if path is None:
-            both = "both --image and --mask: a picture, and white where to draw"
+            both = "both --image and --mask, which is white where to draw"
             raise ValueError(f"--{name}: got none, expected {both}")
         if not path.exists():
             raise ValueError(f"--{name}: got {path}, expected an image file")
@@ -142,25 +144,25 @@ def pipeline(arguments: Options) -> ImagePipeline:
 
 
 def settings(arguments: Options) -> dict[str, Any]:
-    """How a pipeline is called, apart from prompts, seeds and the method."""
+    """Return the arguments of a pipeline call except prompts, seeds and the method."""
     names = ("guidance_scale", "temperature", "top_k", "top_p", "height", "width", "batch_size")
     return {name: getattr(arguments, name) for name in names}
 
 
 def first_number(folder: Path) -> int:
-    """The number behind the highest of the folder's images, so that none of an earlier run is written over."""
+    """Return the number after the highest of the folder's images, so that no image of an earlier run is overwritten."""
     numbers = [int(path.stem) for path in folder.glob("*.png") if path.stem.isdecimal()]
     return max(numbers, default=-1) + 1
 
 
 def beside(image: Image.Image, part: ImageOutput, i: int) -> Image.Image:
-    """The image with the map of its tokens' origins to the right."""
+    """Return the image with the map of its token origins on the right."""
     from visspec.api.grid import grid, origin_image
 
     return grid([image, origin_image(part.maps[i], image.width)], columns=2)
 
 
 def save(image: Image.Image, path: Path) -> None:
-    """Write an image as PNG, or as JPEG where the name says so."""
+    """Write an image as PNG, or as JPEG if the suffix says so."""
     with replacing(path) as draft:
         image.save(draft, format="JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG")

@@ -1,4 +1,6 @@
-"""`visspec generate --ray --out FOLDER`: images by several processes, with Ray Data. FOLDER/images.jsonl lists them."""
+"""`visspec generate --ray --out FOLDER`: images drawn by several processes with Ray Data. FOLDER/images.jsonl lists
+them.
+"""
 
 import hashlib
 import io
@@ -22,17 +24,19 @@ LINES = "images.jsonl"
 
 
 def run_ray(arguments: Options) -> int:
-    """Finished images are kept whatever ends it; ids that are there are not drawn again. Returns the exit code."""
+    """Draw the images that don't exist yet, and return the exit code. Finished images are kept if the run is
+    interrupted.
+    """
     for name in ("json", "grid", "maps", "stats", "image", "mask"):
         if getattr(arguments, name):
-            raise ValueError(f"--{name}: got one beside --ray, expected one of the two")
+            raise ValueError(f"--{name}: got it with --ray. Leave one of them out.")
     if is_picture(arguments.out):
-        raise ValueError(f"--out: got {arguments.out} beside --ray, expected a folder")
+        raise ValueError(f"--out: got {arguments.out} with --ray, expected a folder.")
     sources.need("ray", "--ray", distributed.EXTRA)
     if not arguments.prompt and arguments.prompts is None:
         raise ValueError("prompt: got none, expected at least one")
     if arguments.prompts is not None:
-        sources.prompts(arguments.prompts)  # raises for a file that isn't there
+        sources.prompts(arguments.prompts)  # raises if the file does not exist
     drawing = settings(arguments)
     about: dict[str, Any] = {"model": arguments.model or included.image_model()}
     about |= {name: getattr(arguments, name) for name in ("preset", "seed", *CHOSEN)}
@@ -43,7 +47,7 @@ def run_ray(arguments: Options) -> int:
         run = RecordRun(journal)
         make = partial(worker, arguments, drawing)
         for row in run.with_bar(run.with_ray(read, make, arguments, group=arguments.batch_size)):
-            if (file := row["image"]) is not None:  # named after its id: one that is drawn again replaces itself
+            if (file := row["image"]) is not None:  # named after its id, so that drawing it again replaces it
                 row["image"] = f"{hashlib.blake2b(repr(row['id']).encode(), digest_size=8).hexdigest()}.png"
                 with replacing(arguments.out / row["image"]) as draft:
                     draft.write_bytes(file)
@@ -52,21 +56,21 @@ def run_ray(arguments: Options) -> int:
 
 
 def image_records(texts: list[str], file: Path | None, n: int) -> Iterator[Record]:
-    """A record for each image: `n` of a prompt are ID#0, ID#1, ..."""
+    """Yield a record for each image; those of a prompt are ID#0, ID#1, ..."""
     read = chain((Record(text, prompt=text) for text in texts), () if file is None else sources.prompts(file))
     for record in read:
         yield from (replace(record, id=f"{record.id}#{k}") for k in range(n)) if n > 1 else [record]
 
 
 def worker(arguments: Options, drawing: dict[str, Any]) -> distributed.Making:
-    """In an actor: load the model. What is returned draws the images of records."""
+    """In an actor: load the model and return a function that draws the images of records."""
     pipe = pipeline(arguments)
     pipe.set_progress_bar_config(disable=True)
     return RecordImages(pipe, drawing, arguments.seed)
 
 
 class RecordImages:
-    """Rows with PNG files of records, each by its own seed; one that can't be drawn has an error."""
+    """Draws PNG files of records, each with its own seed. If a record can't be drawn, its row has an error."""
 
     def __init__(self, pipe: ImagePipeline, options: dict[str, Any], seed: int):
         self.pipe, self.options, self.seed = pipe, options, seed
@@ -78,7 +82,7 @@ class RecordImages:
             yield from self._tried(whole)
 
     def _tried(self, records: list[Record]) -> list[dict[str, Any]]:
-        """Their rows; if one of several can't be drawn, it is found by drawing each alone."""
+        """Return the rows; if several records fail together, draw each alone to find the faulty one."""
         try:
             return list(self._drawn(records))
         except (ValueError, RuntimeError) as error:

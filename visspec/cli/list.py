@@ -1,4 +1,4 @@
-"""`visspec list`: drafters, rules, presets and whatever else has a name, with options and defaults."""
+"""`visspec list`: drafters, rules, presets and everything else with a name, with options and defaults."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLURALS = ("drafters", "rules", "lengths", "orders", "families", "layouts", "pre
 
 @dataclass(kw_only=True)
 class Options:
-    kind: str | None = option(f"one of {', '.join(PLURALS)}", None, positional=True, nargs="?", choices=PLURALS)
+    kind: str | None = option(f"what to list: {', '.join(PLURALS)}", None, positional=True, nargs="?", choices=PLURALS)
     json: bool = option("print JSON", False)
 
 
@@ -34,7 +34,7 @@ def run(arguments: Options) -> None:
         for kind, found in tables.items():
             start = f"{registry.KINDS[kind]:12}"
             print(textwrap.fill(", ".join(found), WIDTH, initial_indent=start, subsequent_indent=" " * len(start)))
-        print("visspec list KIND says what each is, and which options it takes, as in lantern:k=100,delta=0.1")
+        print("visspec list KIND describes each name and its options, as in lantern:k=100,delta=0.1")
     else:
         rows = [row(kinds[0], name, entry) for name, entry in tables[kinds[0]].items()]
         widths = [max(len(one[key]) for one in rows) for key in ("name", "needs")]
@@ -46,7 +46,7 @@ def run(arguments: Options) -> None:
 
 
 def row(kind: str, name: str, entry: Entry) -> dict[str, Any]:
-    """An entry as JSON holds it; `options`: those of `name:option=value`, by name."""
+    """Return an entry as JSON. `options` are those of `name:option=value`, by name."""
     from visspec.entries import options_of
     from visspec.io import included
 

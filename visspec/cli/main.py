@@ -1,7 +1,7 @@
 """The command line: finds the file of a command, `visspec/cli/<command>.py`, and turns errors into exit codes.
 
-Exit code 2 for bad input or a target that can't be written, 1 when some files failed, 130 when interrupted, 141 when
-the reader of the output has gone (`| head`).
+Exit codes: 2 for bad input or an output that can't be written, 1 if some files failed, 130 if interrupted, 141 if the
+reader of the output has closed it (`| head`).
 """
 
 import argparse
@@ -15,38 +15,38 @@ from visspec import __version__
 from visspec.cli.arguments import NoOptions, read_options
 from visspec.io.options import add_options, nearest
 
-COMMANDS = {  # `bench image` is in bench_image.py: a dataclass `Options`, if it has any, and `run`, which takes one
+COMMANDS = {  # `bench image` is in bench_image.py, with an optional dataclass `Options` and the function `run`
     "demo": "caption rendered scenes with and without acceleration, side by side",
     "caption": "caption image files, folders, tables and shards",
     "generate": "draw images from a prompt",
-    "answer": "several models answer about an image, agreement selects, a large one decides",
-    "serve": "answer OpenAI's clients over HTTP: chats with images, and images from prompts",
+    "answer": "answer a question about an image with several models; a large one decides",
+    "serve": "serve OpenAI's HTTP API: chats with images, and images from prompts",
     "bench": "measure",
-    "bench text": "a text model's drafters against transformers' generate and prompt lookup, by kind of prompt",
+    "bench text": "drafters of a text model against transformers' generate and prompt lookup, by kind of prompt",
     "bench caption": "captioning against transformers' generate and assisted modes",
     "bench image": "methods of image generation against stock generate",
-    "bench sizes": "passes and loops at the sizes of real models, with random weights and an oracle drafter",
-    "bench kernels": "time of each kernel beside eager torch",
+    "bench sizes": "speed at the sizes of real models, with random weights and an oracle drafter",
+    "bench kernels": "time of each kernel against eager torch",
     "train": "train",
-    "train drafter": "distil a feature drafter for a target, in process",
-    "convert": "make a folder of weights that were published in a layout of their own (LlamaGen, VAR, MAR, ...)",
-    "export": "write a trained drafter in the form of other engines",
-    "tune": "choose drafter, length and batch for a model and images, by measurement",
-    "eval": "judge images: FID, KID, GenEval, CLIPScore",
+    "train drafter": "train a drafter for a target",
+    "convert": "convert weights published in their own layout (LlamaGen, VAR, MAR, ...)",
+    "export": "export a trained drafter for other engines",
+    "tune": "choose drafter, length and batch size for a model and inputs, by measurement",
+    "eval": "evaluate images: FID, KID, GenEval, CLIPScore",
     "eval fid": "Frechet distance of two folders",
     "eval kid": "kernel distance of two folders",
     "eval clipscore": "CLIPScore of images and their captions",
-    "eval geneval": "GenEval of a folder in its own layout, or flat with --prompts",
-    "report": "one HTML page from the JSON of benches",
-    "list": "names of drafters, rules, checkpoints",
-    "doctor": "versions, device, what will run and what will not",
+    "eval geneval": "GenEval of a folder in its layout, or flat with --prompts",
+    "report": "write an HTML page from the JSON of benches",
+    "list": "list names of drafters, rules, checkpoints",
+    "doctor": "report versions, device, and what will run",
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point. Returns the exit code."""
+    """Run the command line and return the exit code."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # names of files need not be UTF-8
+        if hasattr(stream, "reconfigure"):  # file names may not be UTF-8
             stream.reconfigure(errors="backslashreplace")
     arguments = parser().parse_args(argv)
     if "run" not in arguments:
@@ -54,28 +54,28 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     shown = warnings.showwarning
     try:
-        if shown.__module__ == "warnings":  # a test that records warnings has its own
+        if shown.__module__ == "warnings":  # not replaced by a test that records warnings
             warnings.showwarning = lambda message, *_: print(f"visspec: {message}", file=sys.stderr)
         code = arguments.run(read_options(arguments, arguments.options)) or 0
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or python says so once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # prevents a second message when Python exits
         return 141
     except (ValueError, OSError) as error:
-        reason = getattr(error, "strerror", None)  # of what the system refused
+        reason = getattr(error, "strerror", None)  # set for errors of the operating system
         where = getattr(error, "filename", None)
         print(f"visspec: {f'{where}: {reason}' if reason and where else reason or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("visspec: interrupted; what was written stays", file=sys.stderr)
+        print("visspec: interrupted; finished results are kept", file=sys.stderr)
         return 130
     finally:
         warnings.showwarning = shown
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Help texts that end with the default, where there is one."""
+    """Help texts that end with the default, if there is one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         shown = action.default is not False and action.default not in (None, [], argparse.SUPPRESS)
@@ -83,14 +83,16 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line; the usage is behind --help. A command's file is imported when it is named."""
+    """Reports errors in one line, without the usage of --help. A command's file is imported when it is named."""
 
     command = ""
 
     def parse_known_args(self, args=None, namespace=None):
         if not self.command:
             return super().parse_known_args(args, namespace)
-        name = "eval" if self.command.startswith("eval ") else self.command.replace(" ", "_")  # one file has several
+        name = (
+            "eval" if self.command.startswith("eval ") else self.command.replace(" ", "_")
+        )  # one file has several commands
         module = importlib.import_module(f"visspec.cli.{name}")
         several = getattr(module, "OPTIONS", {})
         options = several[self.command] if several else getattr(module, "Options", NoOptions)
@@ -117,8 +119,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser() -> Parser:
-    """The parser of all commands, without the options of any."""
-    top = Parser(prog="visspec", description="Several tokens per pass of the big model.")
+    """Return the parser of all commands, without their options."""
+    top = Parser(prog="visspec", description="Speculative decoding for vision-language and image models.")
     top.add_argument("--version", action="version", version=f"visspec {__version__}")
     top.set_defaults(show=top.print_help)
     below = {"": top.add_subparsers(dest="command", metavar="command")}

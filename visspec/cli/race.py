@@ -1,7 +1,7 @@
-"""`visspec demo --race FILE`: plain decoding beside accelerated decoding, in real time, as an animated GIF.
+"""`visspec demo --race FILE`: plain and accelerated decoding side by side in real time, as an animated GIF.
 
-Every token and every code appears at the time at which it was committed. First a caption, against transformers'
-`generate`; then a picture, against plain decoding in our loop.
+Every token and code appears at the time at which it was committed: first a caption, against transformers' `generate`,
+then a picture, against plain decoding in our loop.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from visspec.cli.demo import FIRST, PAINTERS, PRESETS, captioner_of
 from visspec.io import included
 from visspec.loop.stats import COLOURS, text_pieces
 
-STEP = 0.05  # seconds of a frame
+STEP = 0.05  # seconds per frame
 WAIT = 2.0  # seconds after the slower one has finished
 WIDTH, HEIGHT, SIDE = 920, 330, 256  # pixels of the animation, and the side of a picture
 PAPER, INK = "#ffffff", "#1b1b1b"
 
 
 class Clock(BaseStreamer):
-    """Seconds at which each token arrived."""
+    """Records the seconds at which each token arrived."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -43,22 +43,22 @@ class Clock(BaseStreamer):
         pass
 
     def round(self, pipe, number, tokens, tensors) -> dict:
-        """A callback of an `ImagePipeline`."""
+        """Record a round, as a callback of an `ImagePipeline`."""
         self.seconds += [perf_counter() - self.start] * (tokens - len(self.seconds))
         return {}
 
 
 @dataclass
 class Lane:
-    """One of the two racers: its name, and the seconds at which each of its tokens was there."""
+    """One of the two racers: its name, and the seconds at which each of its tokens arrived."""
 
     name: str
     seconds: list[float]
-    pieces: list[tuple[str, str]]  # text and origin of each token; none for a picture
+    pieces: list[tuple[str, str]]  # text and origin of each token; empty for a picture
     picture: Image.Image | None = None
 
     def draw(self, frame: Image.Image, left: int, now: float) -> None:
-        """Draw what is there after so many seconds, in the column that begins at `left`."""
+        """Draw the state at the time `now` in the column that begins at `left`."""
         pen, done, top = ImageDraw.Draw(frame), bisect_right(self.seconds, now), 5 * MARGIN
         pen.text((left, MARGIN), f"{self.name}   {min(now, self.seconds[-1]):.2f} s", fill=INK, font=font_of(18))
         if self.picture is not None:
@@ -76,14 +76,14 @@ class Lane:
 
 
 def captions(name: str) -> list[Lane]:
-    """An included captioner on a held-out scene, by `generate` and by ours."""
+    """Caption a held-out scene with an included captioner, by `generate` and by ours."""
     model, processor = loading.load(name)
     fast = accelerate(model, tokenizer=processor.tokenizer)
     images = included.scenes("shapes").images(2, first=FIRST)
     scene, other = (prepare(processor, [image], PROMPT, model) for image in images)
     prompt, lanes = scene["input_ids"].shape[1], []
     for title in ("transformers", "visspec"):
-        for inputs in (other, scene):  # warms up on another scene: the default drafter remembers answers
+        for inputs in (other, scene):  # warms up on another scene, because the default drafter remembers answers
             options = {"max_new_tokens": 160, "do_sample": False, "streamer": (clock := Clock())}
             run = fast.run(**inputs, **options) if title == "visspec" else None
             output = model.generate(**inputs, **options) if run is None else run.output
@@ -94,12 +94,12 @@ def captions(name: str) -> list[Lane]:
 
 
 def pictures(name: str, prompt: str) -> list[Lane]:
-    """An included painter, by plain decoding and by its default."""
+    """Draw a picture with an included painter, by plain decoding and by its default."""
     lanes = []
     for title, preset in (("plain decoding", "plain"), ("visspec", PRESETS["codes"])):
         pipe = ImagePipeline.from_pretrained(name, preset=preset)
         pipe.set_progress_bar_config(disable=True)
-        for _ in range(2):  # the first one warms up
+        for _ in range(2):  # the first run warms up
             clock = Clock()
             made = pipe(prompt, seed=0, callback_on_step_end=clock.round)
         picture = made.images[0].resize((SIDE, SIDE))

@@ -1,4 +1,4 @@
-"""`visspec report`: one HTML page from the JSON of benches."""
+"""`visspec report`: writes an HTML page from the JSON of benches."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`visspec serve`: a model behind OpenAI's HTTP interface, on this machine unless told otherwise."""
+"""`visspec serve`: serves a model with OpenAI's HTTP interface, by default on this machine only."""
 
 import os
 import signal
@@ -18,27 +18,25 @@ Port = Annotated[int, number(int, lambda value: 0 <= value < 1 << 16, "a number 
 @dataclass(kw_only=True)
 class Options(ModelOptions):
     host: str = option("address to listen on", "127.0.0.1")
-    port: Port = option("to listen on", 8000)
-    image_model: str | None = option("also serve images/generations: included name, folder or hub id", None)
-    slots: Positive = option("answers written at once", 8)
-    places: Positive = option("requests taken at once, those that wait included", 64)
-    max_new_tokens: Positive = option("of an answer that asks for no number", 512)
-    max_body: Positive = option("bytes of a request", 20_000_000)
-    max_pixels: Positive = option("of a request's images together", 64_000_000)
+    port: Port = option("port to listen on", 8000)
+    image_model: str | None = option("image model for images/generations: included name, folder or hub id", None)
+    slots: Positive = option("number of answers generated at once", 8)
+    places: Positive = option("maximum number of requests, running and waiting", 64)
+    max_new_tokens: Positive = option("limit of tokens for answers without a limit of their own", 512)
+    max_body: Positive = option("maximum bytes of a request", 20_000_000)
+    max_pixels: Positive = option("maximum total pixels of a request's images", 64_000_000)
     prefix_cache: int | None = option(
-        "bytes of prompts kept for those that begin alike, such as chats that go on; 0: none (default: 512 MiB)", None
+        "bytes of the prefix cache, for prompts such as continued chats; 0: none (default: 512 MiB)", None
     )
-    grace: Positive = option("seconds for running answers after SIGTERM", 60)
+    grace: Positive = option("seconds to finish running answers after SIGTERM", 60)
 
 
 def run(arguments: Options) -> int:
-    """Serve until SIGTERM or Ctrl-C; what runs is finished then."""
+    """Serve until SIGTERM or Ctrl-C, and finish running answers. Returns the exit code."""
     from visspec.api.sources import need
 
     if arguments.batch_invariant and arguments.prefix_cache:
-        raise ValueError(
-            "--prefix-cache: got it with --batch-invariant, which keeps no prompts. Leave one of them out."
-        )
+        raise ValueError("--prefix-cache: got it with --batch-invariant. Leave one of them out.")
     _, _, uvicorn = (need(package, "serve", "serve") for package in ("fastapi", "openai", "uvicorn"))
     from visspec.api.images import ImagePipeline
     from visspec.api.server import LOCAL, Service, application
@@ -62,9 +60,11 @@ def run(arguments: Options) -> int:
     limits = {"places": arguments.places, "max_body": arguments.max_body}
     app = application(Service(text, pipe, arguments.image_model), key=key, local=local, **limits)
     if key is None and not local:
-        print(f"visspec: anybody who reaches {arguments.host} can use this server; {KEY} sets a key", file=sys.stderr)
-    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it once more when all is done
+        print(
+            f"visspec: anyone who can reach {arguments.host} can use this server; set {KEY} to a key", file=sys.stderr
+        )
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises the signal again when it has finished
     where = {"host": arguments.host, "port": arguments.port, "timeout_graceful_shutdown": arguments.grace}
-    with suppress(KeyboardInterrupt):  # as it does with Ctrl-C
+    with suppress(KeyboardInterrupt):  # uvicorn raises it again after Ctrl-C
         uvicorn.run(app, **where, server_header=False)
     return 0

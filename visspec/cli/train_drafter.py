@@ -1,4 +1,4 @@
-"""`visspec train drafter`: distil a drafter for a target of text (--data) or of images (--prompts), in process."""
+"""`visspec train drafter`: trains a drafter for a target of text (--data) or of images (--prompts)."""
 
 from dataclasses import fields
 
@@ -13,7 +13,7 @@ def run(arguments: Options) -> None:
         del changed["preset"]
         used = {"target", "out", "overwrite", "seed", "device", "dtype", "trust_remote_code"}
         if strange := sorted({*changed} - used):
-            raise ValueError(f"--{strange[0].replace('_', '-')}: --preset context needs a target only; leave it out.")
+            raise ValueError(f"--{strange[0].replace('_', '-')}: --preset context has no such option. Leave it out.")
         train_context.run(**changed)
     elif arguments.data is not None:
         from visspec.api import train_drafter

@@ -1,7 +1,7 @@
-"""`visspec tune`: choose drafter, draft length and batch for a model and images or prompts, by measurement.
+"""`visspec tune`: chooses drafter, draft length and batch size for a model and images or prompts, by measurement.
 
-Every choice answers half of them beside plain decoding, which predicts its speed-up. The best few answer the other
-half, which decides between them. A model that draws is tuned by `tune_image`.
+Every choice runs on half of the inputs next to plain decoding, which predicts its speed-up. The best few run on the
+other half, which decides between them. `tune_image` handles models that draw.
 """
 
 from collections.abc import Sequence
@@ -24,27 +24,34 @@ from visspec.eval.bench import paired
 from visspec.io.options import Positive, option
 from visspec.types import ConfiguredModel
 
-PAYS = 1.02  # least speed-up of a choice that drafts, and as in `loop.draft_length`
-FINALISTS = 3  # rows with the best predictions, which are measured on other images or prompts
+PAYS = 1.02  # minimum speed-up of a choice with drafts, as in `loop.draft_length`
+FINALISTS = 3  # number of best predictions that are measured on the other inputs
 PLAIN = "none"
-TREE = "width=4"  # tried beside chains, for drafters that grow trees
-FIGURES = ("predicted_speedup", "predicted_ci95", "measured_speedup", "measured_ci95")  # of the choice, in the record
+TREE = "width=4"  # compared with chains, for drafters that grow trees
+FIGURES = (
+    "predicted_speedup",
+    "predicted_ci95",
+    "measured_speedup",
+    "measured_ci95",
+)  # figures of the choice in the record
 
 
 @dataclass(kw_only=True)
 class Options(BenchOptions, SamplingOptions, TargetOptions):
-    images: list[str] | None = option("of a model that captions: images, as `visspec caption` reads them", None)
-    prompts: Path | None = option("of a text model, or one that draws: lines, or JSON lines with `prompt`", None)
-    drafters: list[str] | None = option("names or folders (default: ngram, and the model's own)", None)
-    lengths: list[Positive] = option("of drafts, in levels", [2, 4, 8])
-    batches: list[Positive] = option("sizes of batches", [1, 4])
-    count: Positive = option("images or prompts to measure on, and as many to check on", 16)
-    acceptance: str = option("rule and options, e.g. typical:epsilon=0.1", "exact")
-    prompt: str | None = option("what to ask of each image", None)
-    out: Path | None = option("write the choice to this file, for accelerate(model, preset=FILE)", None, writes="file")
+    images: list[str] | None = option("for a model that captions: images as for `visspec caption`", None)
+    prompts: Path | None = option(
+        "for a text or image model: file of prompts, as lines or JSON lines with `prompt`", None
+    )
+    drafters: list[str] | None = option("drafters: names or folders (default: ngram, and the model's own)", None)
+    lengths: list[Positive] = option("draft lengths in levels", [2, 4, 8])
+    batches: list[Positive] = option("batch sizes", [1, 4])
+    count: Positive = option("number of images or prompts for prediction, and again for measurement", 16)
+    acceptance: str = option("acceptance rule with options, e.g. typical:epsilon=0.1", "exact")
+    prompt: str | None = option("question about each image", None)
+    out: Path | None = option("file for the choice, for accelerate(model, preset=FILE)", None, writes="file")
 
     def keep(self, model: ConfiguredModel, record: dict[str, Any], view: Table) -> None:
-        """Print a record with the choice in a sentence, and write it and its choice."""
+        """Print a record with a sentence on the choice, and write both."""
         self.end(record, view)
         print(verdict(record))
         if self.out is not None:
@@ -54,7 +61,7 @@ class Options(BenchOptions, SamplingOptions, TargetOptions):
 
 def run(arguments: Options) -> None:
     if arguments.model is None or (arguments.images is None) == (arguments.prompts is None):
-        raise ValueError("tune: pass --model, and --images (for captions) or --prompts (for text or pictures)")
+        raise ValueError("tune: Pass --model, and --images (for captions) or --prompts (for text or pictures).")
     arguments.begin()
     texts = arguments.prompts is not None and loading.is_text_model(arguments.model, arguments.trust_remote_code)
     if arguments.prompts is not None and not texts:
@@ -72,9 +79,9 @@ def run(arguments: Options) -> None:
         if found
         else (([], prompt.text) for prompt in read_prompts(arguments.prompts))
     )
-    items = list(islice(given, 2 * arguments.count))  # of an image, or a list of none, and its prompt
+    items = list(islice(given, 2 * arguments.count))  # pairs of an image, or an empty list, and its prompt
     if len(items) < (wanted := 2 * max(arguments.batches)):
-        raise ValueError(f"{what}: got {len(items)} that can be read, expected {wanted} or more in {where}")
+        raise ValueError(f"{what}: got {len(items)} that can be read, expected {wanted} or more in {where}.")
     record = tune(model, processor, items, drafters, arguments)
     title = f"{record['n_prompts']} {what} measured, {record['n_checked']} checked"
     caption = "d: levels of a draft; rows: of a batch; speed-up over plain decoding in batches of the same size"
@@ -83,7 +90,7 @@ def run(arguments: Options) -> None:
 
 
 def candidates(drafters: Sequence[str], model: PreTrainedModel) -> list[str]:
-    """The drafters, and those that grow trees, if their names say no structure, as trees too. Raises ValueError as
+    """Return the drafters, and those that can grow trees but don't name a structure also with trees. Raises as
     `registry.drafter`.
     """
     found = []
@@ -98,8 +105,8 @@ def candidates(drafters: Sequence[str], model: PreTrainedModel) -> list[str]:
 def tune(
     model: PreTrainedModel, processor: ProcessorMixin, images: Sequence[tuple], drafters: list[str], arguments: Options
 ) -> dict[str, Any]:
-    """Measure all rows on the first half of (image, prompt) pairs, the best on the second, and choose. Returns the JSON
-    object of docs/evaluate.md.
+    """Measure all rows on the first half of (image, prompt) pairs and the best on the second, and choose. Returns the
+    JSON object of docs/evaluate.md.
     """
     half, rule = len(images) // 2, arguments.acceptance
     request = arguments.prompt or default_prompt(str(model.name_or_path))
@@ -135,10 +142,9 @@ def tune(
 
 
 def measure(what: str, model: PreTrainedModel, rows: list[dict], inputs: list, warm: dict, arguments: Options) -> None:
-    """Measure rows of one batch size, of which the first is plain decoding, and note fields named after `what` in them.
-
-    Every row has a drafter of its own, and a batch of other images, `warm`, warms it up: a drafter that remembers
-    earlier requests (`shared=true`) has seen no image before.
+    """Measure rows of one batch size, the first being plain decoding, and store fields with the prefix `what` in them.
+    Every row has its own drafter and is warmed up on a batch of other images, `warm`, so that drafters that remember
+    earlier requests (`shared=true`) have not seen any image.
     """
     options, arms = arguments.generation, {}
     for number, row in enumerate(rows):
@@ -147,7 +153,7 @@ def measure(what: str, model: PreTrainedModel, rows: list[dict], inputs: list, w
         arms[str(number)] = CaptionArm(fast, options, arguments.seed)
     runs, failures = paired.interleave(arms, list(enumerate(inputs)), [(len(inputs), warm)])
     if failures:
-        raise ValueError(f"images: got {failures[0]}, expected images that can be captioned")
+        raise ValueError(f"images: Captioning failed: {failures[0]}")
     for row, found in zip(rows, runs.values()):
         ratio = paired.compare(runs["0"], found, per_token=options["do_sample"])
         row |= {f"{what}_speedup": ratio["speedup"], f"{what}_ci95": ratio["speedup_ci95"]}
@@ -157,11 +163,11 @@ def measure(what: str, model: PreTrainedModel, rows: list[dict], inputs: list, w
 
 
 def verdict(record: dict[str, Any]) -> str:
-    """The choice in a sentence."""
+    """Return a sentence on the choice."""
     choice, (low, high) = record["choice"], record["predicted_ci95"]
     if not record["pays"]:
         best = paired.in_words(record["best_predicted"])
-        return f"nothing pays: plain decoding is the fastest; the best drafter would be {best}"
+        return f"plain decoding is the fastest; the best drafter would be {best}"
     what = f"drafts of {choice['levels']} levels, batches of {choice['batch_size']}" if "levels" in choice else ""
     chosen = ", ".join(filter(None, (choice["drafter"], what or choice["acceptance"])))
     return (

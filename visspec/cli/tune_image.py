@@ -1,7 +1,7 @@
-"""`visspec tune --model IMAGE_MODEL --prompts FILE`: the fastest exact way of an image model, or of one rule.
+"""`visspec tune --model IMAGE_MODEL --prompts FILE`: finds the fastest exact method of an image model, or of one rule.
 
-All ways draw half of the prompts beside each other; the fastest few draw the other half, which decides between them and
-plain decoding. What is written is fixed: within a seed's promise nothing follows clocks.
+All methods draw half of the prompts in turns; the fastest few draw the other half, which decides between them and plain
+decoding. The choice is a fixed one, because adaptive lengths would make samples depend on timing.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def run(arguments: Options) -> None:
 
 
 def ways(pipe: ImagePipeline, rule: str) -> dict[str, str]:
-    """Drafters with an exact rule, or with the given one, as "drafter/rule"; of models that draw no codes in raster
-    order the presets without another target.
+    """Return drafters with an exact rule, or the given one, as "drafter/rule". For models that don't draw codes in
+    raster order, the presets that keep the target.
     """
     draws = pipe.family.draws
     if draws == "codes":
@@ -59,7 +59,7 @@ def ways(pipe: ImagePipeline, rule: str) -> dict[str, str]:
 
 
 def tune(pipe: ImagePipeline, texts: list[str], found: dict[str, str], seed: int) -> dict[str, Any]:
-    """The record: `rows` of all ways on the first half of the prompts, and the choice."""
+    """Return the record: `rows` of all methods on the first half of the prompts, and the choice."""
     half = len(texts) // 2
     record = bench(pipe, texts[:half], found, {}, seed)
     rows = {row["name"]: row for row in record["rows"]}

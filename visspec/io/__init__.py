@@ -1,1 +1,1 @@
-"""Files of others, read safely."""
+"""Safe reading of files, and other input and output."""

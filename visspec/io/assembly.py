@@ -1,4 +1,4 @@
-"""Puts an included model together whose language model comes from `make real`: a plain folder of transformers."""
+"""Assembly of an included model whose language model comes from `make real`, as a plain transformers folder."""
 
 from __future__ import annotations
 
@@ -10,22 +10,25 @@ from safetensors.torch import save_file
 
 from visspec.io.checkpoint import CONFIG, WEIGHTS, read_tensors
 
-SCRIPTS = ("README.md", "provenance.json", "train.py", WEIGHTS)  # of the parts: not copied
-IMAGE, UNUSED = '"<image>"', '"<empty_output>"'  # a special token that the language model's training had no use for
+SCRIPTS = ("README.md", "provenance.json", "train.py", WEIGHTS)  # files of the parts that are not copied
+IMAGE, UNUSED = (
+    '"<image>"',
+    '"<empty_output>"',
+)  # the image token replaces a special token that the language model never used in training
 
 
 def assemble(parts: Path, base: Path, tower: Path, out: Path) -> Path:
-    """Write a LLaVA folder, unless it is there and newer than what it is made of.
+    """Write a LLaVA folder, unless it exists and is newer than its parts.
 
     Args:
-        parts: Projector and LoRA weights, with the configuration and the processor. A product `x` of the language model
-            has `x.lora_A` (rank, in) and `x.lora_B` (out, rank), the scale multiplied in; they are added to its weight.
+        parts: Projector and LoRA weights, configuration and processor. A matrix `x` of the language model has
+            `x.lora_A` (rank, in) and `x.lora_B` (out, rank), scale included; their product is added to its weight.
         base: The language model, a folder of `LlamaForCausalLM` with its tokenizer.
         tower: A LLaVA folder whose vision tower is used.
         out: The folder to write, in the dtype of the language model.
 
     Raises:
-        ValueError: The language model is not there, or the parts were not trained.
+        ValueError: If the language model is missing, or the parts have no weights.
     """
     if not (base / CONFIG).is_file():
         raise ValueError(

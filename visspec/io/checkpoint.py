@@ -1,6 +1,6 @@
 """Checkpoint folders: safetensors only, no files outside the folder, strict names and shapes.
 
-Used by all loaders. Errors are ValueErrors of one sentence, raised before any weight is read.
+Used by all loaders. Errors are ValueErrors, raised before any weight is read.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ Value = TypeVar("Value")  # a tensor, or its shape
 
 
 def shorten(value: object) -> str:
-    """A value for an error message: on one line, truncated if long."""
+    """Format a value for an error message: on one line, truncated if long."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def first_line(error: Exception) -> str:
-    """What an error says on its first line, and on the next if that ends with a colon."""
+    """Return the first line of an error's message, and the next if that ends with a colon."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return f"{lines[0]} {lines[1].strip()}" if lines[0].endswith(":") and len(lines) > 1 else lines[0]
 
 
 def check_whole(name: str, value: object, low: int = 1, high: int = LARGEST) -> None:
-    """Raises ValueError if an entry of a configuration is not an integer from low to high."""
+    """Raise ValueError if an entry of a configuration is not an integer from low to high."""
     if type(value) is not int or not low <= value <= high:
         raise ValueError(f"{name}: got {shorten(value)}, expected a whole number from {low} to {high}")
 
 
 def check_wholes(name: str, values: object, low: int, high: int, most: int = 1024) -> tuple[int, ...]:
-    """A list of at most `most` integers, as a tuple. Raises ValueError as `check_whole` does."""
+    """Return a list of at most `most` integers as a tuple. Raises ValueError as `check_whole`."""
     if not isinstance(values, (list, tuple)) or len(values) > most:
         raise ValueError(f"{name}: got {shorten(values)}, expected a list of at most {most} whole numbers")
     for value in values:
@@ -55,20 +55,20 @@ def check_wholes(name: str, values: object, low: int, high: int, most: int = 102
 
 
 def check_positive(name: str, value: Any) -> None:
-    """Raises ValueError if an entry of a configuration is not a finite number above 0."""
+    """Raise ValueError if an entry of a configuration is not a finite number above 0."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ValueError(f"{name}: got {shorten(value)}, expected a finite number above 0")
 
 
 def inside(folder: Path, name: str) -> Path:
-    """The path of file `name` in a folder. Raises ValueError if it is outside the folder or links outside; a snapshot
-    in the hub's cache links to its repository's own `blobs`.
+    """Return the path of file `name` in a folder. Raises ValueError if it is outside the folder or links outside,
+    except that a snapshot in the hub's cache may link to its repository's `blobs`.
     """
-    root = Path(os.path.realpath(folder))  # unlike `resolve` of Python 3.11 it raises nothing for a loop of links
+    root = Path(os.path.realpath(folder))  # unlike `resolve` of Python 3.11, this does not raise for circular links
     path, cached = Path("/") if "\0" in name else Path(os.path.realpath(root / name)), root.parent.parent
     snapshot = root.parent.name == "snapshots" and cached.name.startswith("models--")
     if not path.is_relative_to(root) and not (snapshot and path.parent == cached / "blobs"):
-        raise ValueError(f"checkpoint: {folder} names the file {name!r}, expected a file inside the folder")
+        raise ValueError(f"checkpoint: {folder} refers to {name!r}, expected a file inside the folder")
     return path
 
 
@@ -89,7 +89,7 @@ def read_json(folder: Path, name: str) -> dict:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder, or those of its index. Raises ValueError if it has only pickled weights."""
+    """Return the safetensors files of a folder, or those of its index. Raises ValueError if all weights are pickled."""
     index = sorted(p.name for p in folder.glob("*.safetensors.index.json"))
     if index:
         named = read_json(folder, index[0]).get("weight_map")
@@ -105,7 +105,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def check_folder(folder: str | Path) -> Path:
-    """Check a model folder before transformers opens it: it exists, and its weights are safetensors inside it."""
+    """Check, before transformers opens it, that a model folder exists and its weights are safetensors inside it."""
     path = Path(folder)
     if not path.is_dir():
         raise ValueError(f"checkpoint: {path} is not a folder, expected one with config.json and .safetensors")
@@ -119,12 +119,12 @@ def check_folder(folder: str | Path) -> Path:
 
 
 def read_tensors(folder: Path, wanted: Collection[str] | None = None) -> dict[str, Tensor]:
-    """All tensors of a folder's safetensors files, or those of these names."""
+    """Read all tensors of a folder's safetensors files, or those with these names."""
     return _each_tensor(folder, lambda file, name: file.get_tensor(name), wanted)
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all tensors of a folder, read from the file headers only."""
+    """Read names and shapes of all tensors of a folder from the file headers."""
     return _each_tensor(folder, lambda file, name: tuple(file.get_slice(name).get_shape()))
 
 
@@ -140,7 +140,7 @@ def _each_tensor(
 def read_file(
     path: Path, get: Callable[[safe_open, str], Value], wanted: Collection[str] | None = None
 ) -> dict[str, Value]:
-    """What `get` reads of the tensors of one safetensors file, or of those with these names."""
+    """Return what `get` reads from the tensors of a safetensors file, or from those with these names."""
     try:
         with safe_open(path, framework="pt") as file:
             return {name: get(file, name) for name in file.keys() if wanted is None or name in wanted}
@@ -149,10 +149,8 @@ def read_file(
 
 
 def unwrap_names(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
-    """Tensors by the model's own names, without the prefixes added by torch.compile (`_orig_mod.`), data parallelism
-    (`module.`) and weight averaging (`ema.`).
-
-    Raises ValueError if there are two sets of weights.
+    """Remove the name prefixes of torch.compile (`_orig_mod.`), data parallelism (`module.`) and weight averaging
+    (`ema.`). Raises ValueError if there are two sets of weights.
     """
     plain, averaged = weight_sets(tensors, where)
     if plain and averaged:
@@ -161,9 +159,8 @@ def unwrap_names(tensors: Mapping[str, Value], where: str | Path) -> dict[str, V
 
 
 def weight_sets(tensors: Mapping[str, Value], where: str | Path) -> tuple[dict[str, Value], dict[str, Value]]:
-    """(weights, averaged weights) of a state dict, without the prefixes of wrappers; either may be empty.
-
-    Averaged weights have one of the prefixes AVERAGED. Raises ValueError if two tensors get the same name.
+    """Return (weights, averaged weights) of a state dict, without prefixes of wrappers; either may be empty. Averaged
+    weights have a prefix of AVERAGED. Raises ValueError if two tensors get the same name.
     """
     named = _strip_prefixes(tensors, where)
     prefix = next((p for p in AVERAGED if any(name.startswith(p) for name in named)), None)
@@ -188,7 +185,7 @@ def _strip_prefixes(tensors: Mapping[str, Value], where: str | Path) -> dict[str
 
 
 def check_values(name: str, value: Tensor, wanted: Tensor, where: str | Path) -> None:
-    """Raises ValueError if values don't fit a tensor of the module: integers for floats or the reverse, NaN, infinity,
+    """Raise ValueError if values don't fit a tensor of the module: integers for floats or the reverse, NaN, infinity,
     or values out of the range of its dtype.
     """
     if value.is_floating_point() != wanted.is_floating_point():
@@ -208,8 +205,8 @@ def check_values(name: str, value: Tensor, wanted: Tensor, where: str | Path) ->
 def check_shapes(
     module: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str | Path, named: Callable[[str], str] = str
 ) -> None:
-    """Raises ValueError unless names and shapes equal those of the module, which may be on `meta`. named: what the file
-    calls a tensor of the module, for the error message.
+    """Raise ValueError unless names and shapes equal those of the module, which may be on `meta`. `named` maps the
+    module's names to those of the file, for messages.
     """
     wanted = module.state_dict()
     missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
@@ -222,7 +219,7 @@ def check_shapes(
 
 
 def write_folder(folder: str | Path, tensors: Mapping[str, Tensor], entries: Mapping[str, Any]) -> None:
-    """Write model.safetensors and config.json into a folder, which is made."""
+    """Write model.safetensors and config.json to a folder, which is created."""
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, root / WEIGHTS)
@@ -232,7 +229,7 @@ def write_folder(folder: str | Path, tensors: Mapping[str, Tensor], entries: Map
 def load_strictly(
     module: nn.Module, tensors: Mapping[str, Tensor], where: str | Path, named: Callable[[str], str] = str
 ) -> None:
-    """Copy tensors into a module with exactly these names and shapes, cast to the module's dtype. named: as above."""
+    """Copy tensors with exactly these names and shapes into a module, cast to its dtype. `named` as above."""
     check_shapes(module, {name: tuple(value.shape) for name, value in tensors.items()}, where, named)
     wanted = module.state_dict()
     for name, value in tensors.items():

@@ -1,4 +1,6 @@
-"""Rewrite an authors' .pt, .pth, .bin or .ckpt file as safetensors: the only place that opens a pickle of others."""
+"""Conversion of authors' .pt, .pth, .bin or .ckpt files to safetensors. This is the only place that opens pickles of
+others.
+"""
 
 import argparse
 import re
@@ -12,17 +14,17 @@ from torch import Tensor
 
 from visspec.io.checkpoint import weight_sets
 
-WRAPPERS = ("model", "module", "state_dict", "vae")  # how training scripts file their weights
-AVERAGES = ("ema", "model_ema", "ema_state_dict")  # and averages of them, beside or alone
+WRAPPERS = ("model", "module", "state_dict", "vae")  # keys under which training scripts store their weights
+AVERAGES = ("ema", "model_ema", "ema_state_dict")  # keys of averaged weights, in addition or alone
 
 
 def convert(path: Path, out: Path) -> None:
-    """Write the tensors of a .pt, .pth, .bin or .ckpt file as safetensors, averaged weights where it holds them.
+    """Write the tensors of a .pt, .pth, .bin or .ckpt file as safetensors, averaged weights if there are any.
 
-    The file is unpickled with `weights_only=True`, so nothing in it runs; one that needs more is refused. The weights
-    may lie under 'model', 'module', 'state_dict' or 'vae'; averaged ones under 'ema', or by names that begin with it.
-    Names lose the prefixes of torch.compile and data parallelism. Everything that is no tensor (optimizer, steps) is
-    left out. Raises ValueError in one sentence.
+    The file is unpickled with `weights_only=True`, so none of its code runs; files that need more are rejected. Weights
+    may be under 'model', 'module', 'state_dict' or 'vae', averaged ones under 'ema' or names that begin with it. The
+    prefixes of torch.compile and data parallelism are removed. Everything else (optimizer, steps) is dropped. Raises
+    ValueError if there are no tensors.
     """
     plain, averaged = state_dicts(content_of(path), path)
     chosen = averaged or plain
@@ -34,16 +36,16 @@ def convert(path: Path, out: Path) -> None:
 
 
 def content_of(path: Path) -> Any:
-    """What the file holds. Raises ValueError for one that can't be read without running code."""
+    """Return the content of a file. Raises ValueError if it can't be read without running code."""
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):  # training arguments, often saved beside
+        with torch.serialization.safe_globals([argparse.Namespace]):  # training arguments, often saved with the weights
             return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged files end in errors of any kind
+    except Exception as error:  # damaged files raise any kind of error
         raise ValueError(f"path: {path} is not a file of plain tensors, expected one ({reason(error)})") from None
 
 
 def reason(error: Exception) -> str:
-    """Why a file was refused, in words: torch's own advise to run what is in it."""
+    """Return why a file was rejected, without torch's advice to run its code."""
     text = str(error).strip()
     if asked := re.search(r"GLOBAL (\S+)", text):
         return f"its pickle asks for {asked[1]}, which is not run"
@@ -55,7 +57,7 @@ def reason(error: Exception) -> str:
 
 
 def state_dicts(content: object, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(weights, averaged weights) of what a file holds; either may be empty."""
+    """Return (weights, averaged weights) in a file's content; either may be empty."""
     beside: dict[str, Tensor] = {}
     while isinstance(content, Mapping):
         if not beside and (key := next((k for k in AVERAGES if isinstance(content.get(k), Mapping)), None)):

@@ -1,4 +1,4 @@
-"""Atomic file writes, and results that are saved one by one."""
+"""Atomic file writes, and result files that are written record by record."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any, BinaryIO
 
 try:
     import fcntl
-except ImportError:  # a system without it
+except ImportError:  # not available on this system
     fcntl = None  # type: ignore[assignment]
 
-Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]  # what a file or a body may hold
-TRIAL = 4096  # bytes written to test whether a disk is full
+Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]  # content of a JSON file or request body
+TRIAL = 4096  # number of bytes written to test for a full disk
 
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Context manager: errors of the system name this file, if they name none, as those of writes to a full disk, and
-    a text that is not UTF-8 is a ValueError.
+    """Context manager that adds this file to system errors without a file name, such as those of a full disk, and turns
+    decoding errors into ValueError.
     """
     try:
         yield
@@ -36,10 +36,9 @@ def naming(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Context manager: a temporary path beside `path`, moved to `path` if the block does not raise.
-
-    If the process is killed, `path` is unchanged. An error leaves no file. Parent folders are created. Symbolic links
-    are followed, and special files (a pipe, /dev/stdout) are written directly.
+    """Context manager for a temporary path next to `path`, which is moved to `path` if the block does not raise. If the
+    process is killed, `path` is unchanged. An error leaves no file. Parent folders are created. Symbolic links are
+    followed, and special files (a pipe, /dev/stdout) are written directly.
     """
     path = Path(path)
     if is_device(path):
@@ -69,7 +68,7 @@ def write_json(path: str | Path | None, value: object) -> None:
 
 
 def loads(text: str | bytes) -> Any:
-    """The value of JSON. Raises ValueError for all that is none, also where it is nested too deeply to be read."""
+    """Parse JSON. Raises ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -77,24 +76,25 @@ def loads(text: str | bytes) -> Any:
 
 
 def append_json(path: Path, value: object) -> None:
-    """Add a value as a line to a file of JSON lines. On return the system has it, which outlives this process."""
+    """Append a value to a file of JSON lines. When this returns, the operating system has it, even if the process is
+    killed.
+    """
     with naming(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(value) + "\n")
 
 
 def lock(file: BinaryIO, path: Path) -> None:
-    """Keep a file for this process until it is closed. Raises ValueError if another process keeps it."""
+    """Lock a file for this process until it is closed. Raises ValueError if another process has locked it."""
     if fcntl is not None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ValueError(f"{path}: got a place that another run is writing to, expected one of its own") from None
+            raise ValueError(f"{path}: Another run is writing to this place. Choose another one.") from None
 
 
 def same_settings(home: Path, path: Path, about: dict[str, Any]) -> None:
-    """Write a run's settings to `home`, or compare them with those of the run that began the records in `path`.
-
-    Raises ValueError if they differ in more than their provenance.
+    """Write a run's settings to `home`, or compare them with those of the run that began the records in `path`. Raises
+    ValueError if they differ in more than provenance.
     """
     if not home.exists():
         write_json(home, about)
@@ -107,23 +107,28 @@ def same_settings(home: Path, path: Path, about: dict[str, Any]) -> None:
     for name, value in json.loads(json.dumps(about)).items():
         if name != "provenance" and before.get(name) != value:
             made = f"records made with {before.get(name)!r}"
-            raise ValueError(f"{path}: got {name} {value!r} and {made}, expected the same or another place")
+            raise ValueError(f"{path}: got {name} {value!r} and {made}. Use the same value or another place.")
 
 
 def check_there(path: Path) -> None:
-    """Raises ValueError if a file that is open for writing was removed or moved, since what is written is lost."""
+    """Raise ValueError if a file that is open for writing was removed or moved, since writes would be lost."""
     if not path.exists():
-        raise ValueError(f"{path}: was removed during the run, expected it to stay until the run ends")
+        raise ValueError(f"{path}: The file was removed during the run.")
 
 
 class Journal:
-    """Context manager for records kept line by line in a file of JSON lines, for runs that go on where they ended.
+    """Context manager for records kept line by line in a file of JSON lines, for runs that can be resumed.
 
-    A record is one line, written in one call: a process that is killed leaves all records that it added, and at most
-    one torn line behind them, which the next run cuts off. `about` is kept in PATH.about.json.
-    `done`: ids of the records that are there; `failed`: of those with an `error`. retry: take the failed ones out
-    first. Raises ValueError if another process writes the file, if it holds something else, if it was written with
-    other settings, or if it is removed meanwhile.
+    A record is one line, written in one call. A killed process leaves all records that it added, and at most one
+    incomplete line, which the next run removes. `done` has the ids of existing records, `failed` those with an `error`.
+
+    Args:
+        path: The file.
+        about: Settings, kept in PATH.about.json.
+        retry: Remove the failed records first.
+
+    Raises:
+        ValueError: If another process writes to the file, it has other content or settings, or it is removed meanwhile.
     """
 
     def __init__(self, path: str | Path, about: dict[str, Any], *, retry: bool = False):
@@ -146,7 +151,7 @@ class Journal:
         return self
 
     def _read(self) -> int:
-        """Note the ids of all whole lines. Returns where they end."""
+        """Collect the ids of all complete lines. Returns where they end."""
         self._file.seek(0)
         end = 0
         for number, line in enumerate(self._file, 1):
@@ -165,7 +170,7 @@ class Journal:
             self.failed.add(record["id"])
 
     def _take_failed_out(self) -> None:
-        """Write the file without the records that failed; the new one is locked before it replaces the old one."""
+        """Rewrite the file without the failed records. The new file is locked before it replaces the old one."""
         with replacing(self.path) as draft:
             kept = open(draft, "a+b")
             lock(kept, self.path)
@@ -178,7 +183,7 @@ class Journal:
         self.failed.clear()
 
     def add(self, record: dict[str, Any]) -> None:
-        """Add a record. On return the system has it, which outlives this process."""
+        """Append a record. When this returns, the operating system has it, even if the process is killed."""
         check_there(self.path)
         with naming(self.path):
             self._file.write((json.dumps(record) + "\n").encode())
@@ -186,7 +191,7 @@ class Journal:
         self._note(record)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """All records, in the order in which they were added."""
+        """Yield all records in the order in which they were added."""
         check_there(self.path)
         with open(self.path, "rb") as file:
             yield from map(json.loads, file)
@@ -199,13 +204,13 @@ class Journal:
 
 
 def is_device(path: Path) -> bool:
-    """Whether the path is neither a file nor a folder, such as a pipe; it can't be replaced by a move."""
+    """Return whether the path is neither a file nor a folder, such as a pipe, so that a move can't replace it."""
     return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def unwritable(path: Path, folder: bool = False) -> str | None:
-    """Why a file can't be written, or a file can't be created in a folder; None if it can. It is tested by writing a
-    temporary file; existing files are not changed.
+    """Return why a file can't be written, or created in a folder; None if it can. It is tested with a temporary file;
+    existing files are not changed.
     """
     try:
         if path.exists() and path.is_dir() != folder:
@@ -214,7 +219,7 @@ def unwritable(path: Path, folder: bool = False) -> str | None:
         if is_device(path):
             return None
         with suppress(FileNotFoundError):
-            path.stat()  # raises OSError for a loop of links
+            path.stat()  # raises OSError for circular links
         home = path if folder else path.resolve().parent
         while not home.exists():
             home = home.parent
@@ -223,5 +228,5 @@ def unwritable(path: Path, folder: bool = False) -> str | None:
             trial.flush()
             os.fsync(trial.fileno())
     except OSError as error:
-        return f"{path} can't be written ({error.strerror}), expected another place"
+        return f"{path} can't be written ({error.strerror}). Choose another place."
     return None

@@ -1,4 +1,4 @@
-"""Repositories of the hub, through huggingface_hub and its cache: what is fetched, and what is pushed."""
+"""Repositories of the hub, through huggingface_hub and its cache: downloads and uploads."""
 
 from __future__ import annotations
 
@@ -11,26 +11,25 @@ from typing import Any
 import huggingface_hub
 from huggingface_hub import errors
 
-ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # of a repository: owner/name
-WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # no code, and nothing pickled
+ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")  # owner/name of a repository
+WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]  # neither code nor pickles
 
 
 def names(text: str) -> bool:
-    """Whether a text has the form of a hub id and is no path that is there."""
+    """Return whether a text has the form of a hub id and is not an existing path."""
     return ID.fullmatch(text) is not None and not Path(text).exists()
 
 
 def fetch(name: str) -> Path:
-    """The folder of a repository in the local cache, filled with `WANTED` files if the hub can be asked.
-
-    Raises ValueError if there is none, if it wants a login, or if it is not cached and there is no connection.
+    """Return the folder of a repository in the local cache, updated with `WANTED` files if the hub is reachable. Raises
+    ValueError if the repository does not exist, needs a login, or is neither cached nor reachable.
     """
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=WANTED))
     except errors.GatedRepoError:
-        why = "asks for a login with access to it (hf auth login)"
+        why = "needs a login with access to it (hf auth login)"
     except errors.RepositoryNotFoundError:
-        why = "is not on the hub, or is private and asks for a login (hf auth login)"
+        why = "is not on the hub, or is private and needs a login (hf auth login)"
     except errors.LocalEntryNotFoundError:
         why = "is not in the cache, and the hub could not be reached"
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
@@ -39,8 +38,8 @@ def fetch(name: str) -> Path:
 
 
 def require(name: str) -> None:
-    """Check within seconds that a repository is in the cache or on the hub: loading it would ask an unreachable hub
-    again and again. Raises ValueError if it is not.
+    """Check within seconds that a repository is in the cache or on the hub, because loading would retry an unreachable
+    hub many times. Raises ValueError if it is not.
     """
     if cached_folder(name) is not None:
         return
@@ -48,16 +47,16 @@ def require(name: str) -> None:
         huggingface_hub.HfApi().model_info(name, timeout=2)
         return
     except errors.GatedRepoError:
-        return  # its files say more
+        return  # loading its files will tell more
     except (errors.HFValidationError, errors.RepositoryNotFoundError):
-        why = "is no folder, and no repository of the hub (or a private one: hf auth login)"
-    except Exception:  # of the HTTP library, which is not always the same
-        why = "is no folder and not in the cache, and the hub could not be reached"
+        why = "is neither a folder nor a repository of the hub (or it is private: hf auth login)"
+    except Exception:  # the HTTP library, and so its errors, may vary
+        why = "is neither a folder nor in the cache, and the hub could not be reached"
     raise ValueError(f"model: {name} {why}")
 
 
 def cached_folder(name: str, revision: str | None = None) -> Path | None:
-    """The folder of a repository in the local cache; None: it is not there. The hub is not asked."""
+    """Return the folder of a repository in the local cache, or None, without asking the hub."""
     try:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True))
     except (errors.HFValidationError, OSError):  # LocalEntryNotFoundError is one
@@ -65,14 +64,13 @@ def cached_folder(name: str, revision: str | None = None) -> Path | None:
 
 
 def resolve_folder(where: str | Path) -> Path:
-    """A folder, or that of a repository by its hub id."""
+    """Return a folder, or that of a repository given by its hub id."""
     return fetch(str(where)) if names(str(where)) else Path(where)
 
 
 def push(name: str, save: Callable[[Path], Any], private: bool | None = None) -> str:
-    """Write a folder by `save` and upload it as repository `name`, which is made if it is not there. Returns its URL.
-
-    Errors are huggingface_hub's own.
+    """Write a folder with `save` and upload it to repository `name`, which is created if needed. Returns its URL.
+    Raises huggingface_hub's errors.
     """
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder))

@@ -1,4 +1,4 @@
-"""Safe reading of image files, for the API, the metrics and the command line: common formats and a pixel limit.
+"""Safe reading of image files in common formats, with a pixel limit.
 
 An unreadable file raises an exception that names it (`open_image`) or is added to a list (`iter_images`).
 """
@@ -16,37 +16,40 @@ from pathlib import Path
 
 from PIL import Image, ImageOps, features
 
-AVIF = features.check("avif")  # some builds of Pillow can't read it
+AVIF = features.check("avif")  # missing in some builds of Pillow
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", *(("AVIF",) if AVIF else ()))
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", *((".avif",) if AVIF else ()))
 UNREAD = {".avif", ".heic", ".heif", ".jxl", ".jp2", ".psd", ".svg", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".tga"}
-UNREAD -= set(SUFFIXES)  # files that look like images and aren't read
+UNREAD -= set(SUFFIXES)  # image files of unsupported formats
 MAX_PIXELS = 64_000_000
 HEADERS = threading.Lock()
 DECODERS = struct.error, RuntimeError, OverflowError, ZeroDivisionError  # raised for broken TIFF, BMP and AVIF files
 
 
 def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """The first frame of a file in one of `FORMATS` as a loaded RGB image, rotated by its EXIF orientation.
+    """Return the first frame of a file in one of `FORMATS` as a loaded RGB image, rotated by its EXIF orientation.
 
-    Transparent pixels are composited over white. Raises FileNotFoundError if the file doesn't exist, and ValueError for
-    missing permissions, another format, a broken or truncated file, or more than `max_pixels` pixels.
+    Transparent pixels are composited over white.
+
+    Raises:
+        FileNotFoundError: If the file does not exist.
+        ValueError: For missing permissions, another format, a broken file, or more than `max_pixels` pixels.
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"there is no image file {path}")
+        raise FileNotFoundError(f"image file {path} does not exist")
     if not path.is_file():
         raise ValueError(f"{path} is not a file, so it cannot be read as an image")
     return _open(path, path, max_pixels)
 
 
 def read_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """As `open_image`, from the content of a file; `name` is used in errors."""
+    """Like `open_image`, from the content of a file; `name` is used in errors."""
     return _open(io.BytesIO(data), name, max_pixels)
 
 
 def image_size(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
-    """Width and height by an image's header. Raises ValueError as `open_image`, but for what only decoding shows."""
+    """Return width and height from an image's header. Raises ValueError as `open_image` if the header is invalid."""
     with _errors(name, max_pixels), _header(io.BytesIO(data), name, max_pixels) as found:
         return found.size
 
@@ -83,7 +86,7 @@ class _TooLarge(Exception):
 
 @contextmanager
 def _header(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Iterator[Image.Image]:
-    with HEADERS, warnings.catch_warnings():  # it sets what all threads see
+    with HEADERS, warnings.catch_warnings():  # warning filters are global
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         found = Image.open(file, formats=FORMATS)
     with found:
@@ -98,7 +101,7 @@ def _open(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.I
         with _header(file, path, max_pixels) as found:
             found.load()
             image = ImageOps.exif_transpose(found)
-        del found  # its pixels, which are copied
+        del found  # frees the pixels, which were copied
         if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey instead of scaling it
             image = image.convert("I").point(lambda v: v / 257).convert("L")
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
@@ -109,7 +112,7 @@ def _open(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.I
 
 
 def natural_key(path: str | Path) -> list[tuple[int, int, str]]:
-    """Sort key under which `img2.png` comes before `img10.png`, folder by folder."""
+    """Return a sort key by which `img2.png` comes before `img10.png`, folder by folder."""
     parts = re.split(r"(\d+)", str(path).lower())
     return [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts if part]
 
@@ -119,14 +122,13 @@ def image_files(
     unlisted: list[OSError] | None = None,
     suffixes: tuple[str, ...] = SUFFIXES,
 ) -> list[Path]:
-    """Files of a folder with one of the suffixes, in natural order; hidden files and folders are skipped.
-
-    unlisted: gets the errors of folders that can't be listed; without it the first of them is raised. Raises
-    FileNotFoundError when the folder does not exist and ValueError when it holds no image.
+    """Return the files of a folder with one of the suffixes, in natural order, except hidden ones. Errors of folders
+    that can't be listed go to `unlisted`; without it the first of them is raised. Raises FileNotFoundError if the
+    folder does not exist and ValueError if it has no image.
     """
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"there is no folder {folder}")
+        raise FileNotFoundError(f"folder {folder} does not exist")
     lost: list[OSError] = [] if unlisted is None else unlisted
     files = [path for path in _visible(folder, lost) if path.suffix.lower() in suffixes]
     if unlisted is None and lost:
@@ -138,20 +140,20 @@ def image_files(
 
 
 def _visible(folder: Path, lost: list[OSError]) -> Iterator[Path]:
-    """Files of a folder that are not hidden, nor in a hidden folder. lost: gets the errors of folders."""
+    """Yield the files of a folder that are neither hidden nor in a hidden folder. `lost` gets the errors of folders."""
     for home, folders, names in os.walk(folder, onerror=lost.append):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(home, name) for name in names if not name.startswith("."))
 
 
 def unread_kinds(files: Path | Iterable[Path]) -> Counter[str]:
-    """How many of some files, or of a folder's, look like images that aren't read, by suffix."""
+    """Count, by suffix, the files of a list or folder that look like images of unsupported formats."""
     found = _visible(files, []) if isinstance(files, Path) else files
     return Counter(kind for path in found if (kind := path.suffix.lower()) in UNREAD)
 
 
 def inside(folder: str | Path, name: str) -> Path:
-    """A file of a folder; ValueError if the name leads outside it."""
+    """Return a file of a folder. Raises ValueError if the name leads outside it."""
     folder = Path(folder)
     path = folder / name
     if not path.resolve().is_relative_to(folder.resolve()):
@@ -160,7 +162,7 @@ def inside(folder: str | Path, name: str) -> Path:
 
 
 def iter_images(files: Iterable[Path], broken: list[tuple[Path, str]]) -> Iterator[tuple[Path, Image.Image]]:
-    """Open files one at a time, in order; unreadable files are appended to `broken` with the reason."""
+    """Open files one at a time, in order. Unreadable files are appended to `broken` with the reason."""
     for path in files:
         try:
             image = open_image(path)

@@ -1,7 +1,7 @@
-"""What is included beside the library: small models, drafters for them and pictures to measure them on, as one table.
+"""The table of everything included with the library: small models, their drafters, and pictures to measure them on.
 
-`visspec.toys` fills the table, and this is the only place that looks it up. The rest of the library knows none of its
-names and runs with that package deleted: the table is empty then.
+`visspec.toys` fills the table, and only this module reads it. The rest of the library does not depend on the names in
+it and also runs if that package is deleted; the table is then empty.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 PACKAGE, TABLE = "visspec.toys", "visspec.toys.table"
 FOLDER = Path(next(iter(importlib.import_module("visspec.models.zoo").__path__)))
-PUBLISHED = FOLDER.parents[1] / "real"  # where `make real` stores weights
+PUBLISHED = FOLDER.parents[1] / "real"  # weights downloaded by `make real`
 NOT_ARCHITECTURE = {
     "dtype",
     "torch_dtype",
@@ -38,38 +38,39 @@ NOT_ARCHITECTURE = {
 
 @dataclass(frozen=True)
 class IncludedModel:
-    """A checkpoint in `models/zoo`. One that is made for another says for which (`target`) and as what (`kind`): a
-    drafter's name, "lowres" for a sibling of fewer positions, "upsampler", or "assistant" for a smaller model of the
-    same words.
+    """A checkpoint in `models/zoo`. If it is made for another model (`target`), `kind` is the name of a drafter,
+    "lowres" for a sibling of fewer positions, "upsampler", or "assistant" for a smaller model with the same vocabulary.
     """
 
     what: str
     kind: str = ""
-    target: str = ""  # the name of the model that it is made for, if that is included
-    parts: tuple[str, ...] = ()  # a published language model (`make real`) and an included tower that it is built of
+    target: str = ""  # name of the model that it is made for, if included
+    parts: tuple[
+        str, ...
+    ] = ()  # a published language model (`make real`) and an included vision tower of which it is built
 
 
 @dataclass(frozen=True)
 class World:
     """Held-out pictures of one kind, which no included model was trained on, and prompts for painters of that kind.
 
-    The folder has PNGs and metadata.jsonl, which `datasets.load_dataset("imagefolder", data_dir=...)` reads: `caption`,
-    `questions` with their `answers`, and GenEval's `include`. Its prompts.jsonl has GenEval's metadata of prompts.
-    References are "module:name", loaded when they are needed.
+    The folder has PNGs and metadata.jsonl (`caption`, `questions` with their `answers`, and GenEval's `include`), for
+    `datasets.load_dataset("imagefolder", data_dir=...)`. Its prompts.jsonl has GenEval's metadata of prompts.
+    References are "module:name", loaded on demand.
     """
 
     name: str
     folder: Path
-    detector_reference: str  # of a function: () -> `eval.metrics.detection.Detector`
-    render_reference: str  # of a function: (prompt, generator, side) -> a random picture of it, uint8 (side, side, 3)
+    detector_reference: str  # a function () -> `eval.metrics.detection.Detector`
+    render_reference: str  # a function (prompt, generator, side) -> a random picture of it, uint8 (side, side, 3)
 
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metadata.jsonl; none where the world has prompts only."""
+        """The rows of metadata.jsonl; empty if the world only has prompts."""
         return _lines(self.folder / "metadata.jsonl")
 
     def images(self, count: int, first: int = 0) -> list[Image.Image]:
-        """Pictures number `first` to `first + count`. Raises ValueError where there are fewer."""
+        """Return `count` pictures, starting with number `first`. Raises ValueError if there are too few."""
         from PIL import Image
 
         if first + count > len(self.rows):
@@ -78,20 +79,20 @@ class World:
         return [Image.open(self.folder / row["file_name"]).convert("RGB") for row in rows]
 
     def prompts(self) -> list[dict[str, Any]]:
-        """The prompts that the world's painter was trained on, as GenEval's metadata with `prompt` and `tag`."""
+        """The prompts on which the world's painter was trained, as GenEval's metadata with `prompt` and `tag`."""
         return _lines(self.folder / "prompts.jsonl")
 
     def render(self, prompt: Mapping[str, Any], rng: np.random.Generator, side: int) -> np.ndarray:
-        """A random picture of what a prompt says, uint8 (side, side, 3)."""
+        """Draw a random picture of a prompt, uint8 (side, side, 3)."""
         return load(self.render_reference)(prompt, rng, side)
 
     def detector(self) -> Any:
-        """A new `eval.metrics.detection.Detector` of the world."""
+        """Create an `eval.metrics.detection.Detector` of the world."""
         return load(self.detector_reference)()
 
     def known_to(self, processor: object, use: str) -> bool:
-        """Whether a model has all prompts as classes, or its processor or tokenizer has all words of the captions and
-        questions (`use="captions"`) or of the prompts (`use="prompts"`).
+        """Return whether a model has all prompts as classes, or its processor or tokenizer has all words of captions
+        and questions (`use="captions"`) or of prompts (`use="prompts"`).
         """
         labels = getattr(getattr(processor, "config", None), "labels", None)
         if labels:
@@ -110,31 +111,33 @@ class Included:
     """The table."""
 
     models: Mapping[str, IncludedModel] = field(default_factory=dict)
-    drafters: Mapping[str, IncludedModel] = field(default_factory=dict)  # of `models`: those that `drafter=` takes
-    text_model: str = ""  # of `models`: which one captions where none is named
-    image_model: str = ""  # which one draws
-    worlds: Mapping[str, World] = field(default_factory=dict)  # by name; the first is that of `text_model`
-    foreign: str = ""  # of a function: (files, most pixels) -> why `text_model` can't caption one of them, or None
+    drafters: Mapping[str, IncludedModel] = field(
+        default_factory=dict
+    )  # those of `models` that can be used as `drafter=`
+    text_model: str = ""  # the default captioner among `models`
+    image_model: str = ""  # the default painter among `models`
+    worlds: Mapping[str, World] = field(default_factory=dict)  # by name; the first belongs to `text_model`
+    foreign: str = ""  # a function (files, max pixels) -> why `text_model` can't caption one of them, or None
 
 
 def table() -> Included:
-    """The table of `visspec.toys`; an empty one where that package is not."""
+    """Return the table of `visspec.toys`, or an empty one if that package is missing."""
     return importlib.import_module(TABLE).INCLUDED if find_spec(PACKAGE) is not None else Included()
 
 
 def load(reference: str) -> Any:
-    """The object behind "module:name"."""
+    """Import the object "module:name"."""
     module, name = reference.split(":")
     return getattr(importlib.import_module(module), name)
 
 
 def scenes(world: str | None = None, processor: object = None, use: str = "captions") -> World:
-    """A world by name; without a name, the first whose words a model's processor knows (`World.known_to`), else the
-    first. Raises ValueError for an unknown name, and where no world is included.
+    """Return a world by name, or by default the first whose words a model's processor knows (`World.known_to`), else
+    the first. Raises ValueError if the name is unknown or no world is included.
     """
     worlds = table().worlds
     if not worlds:
-        raise ValueError(f"world: got {world!r} where no scenes are included, expected the package {PACKAGE}")
+        raise ValueError(f"world: got {world!r}, but no scenes are included without {PACKAGE}")
     if world is None:
         known = worlds.values() if processor is not None else ()
         return next((each for each in known if each.known_to(processor, use)), next(iter(worlds.values())))
@@ -144,65 +147,63 @@ def scenes(world: str | None = None, processor: object = None, use: str = "capti
 
 
 def is_included(model: str | Path) -> bool:
-    """Whether a model is an included one, by its name or folder."""
+    """Return whether a model is an included one, by name or folder."""
     return str(model) in table().models or Path(model).resolve().parent == FOLDER.resolve()
 
 
 def folder(name: str) -> Path:
-    """Where the weights of an included model are, or would be."""
+    """Return the folder of an included model's weights, which may not exist."""
     return FOLDER / name
 
 
 def text_model() -> str:
-    """The included model that captions. Raises ValueError where none is included."""
+    """Return the included model that captions. Raises ValueError if there is none."""
     return _default(table().text_model)
 
 
 def image_model() -> str:
-    """The included model that draws. Raises ValueError where none is included."""
+    """Return the included model that draws. Raises ValueError if there is none."""
     return _default(table().image_model)
 
 
 def detector() -> Any:
-    """The detector of the first world. Raises ValueError where none is included."""
+    """Return the detector of the first world. Raises ValueError if there is none."""
     for world in table().worlds.values():
         return world.detector()
-    raise ValueError(f"detector: got none, expected one: no detector is included without {PACKAGE}")
+    raise ValueError(f"detector: got none, and no detector is included without {PACKAGE}")
 
 
 def parse(prompt: str) -> dict[str, Any]:
-    """GenEval's metadata of a prompt of an included world. Raises ValueError for any other."""
+    """Return GenEval's metadata of a prompt of an included world. Raises ValueError for other prompts."""
     for world in table().worlds.values():
         for row in world.prompts():
             if row["prompt"] == prompt:
                 return row
-    raise ValueError(f"prompt: got {prompt!r}, expected GenEval's metadata beside it or a prompt of an included world")
+    raise ValueError(f"prompt: got {prompt!r}, expected GenEval's metadata or a prompt of an included world")
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines; none where there is no file."""
+    """Return the records of a file of JSON lines; empty if there is no file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
 
 
 def _default(name: str) -> str:
     if not name:
-        raise ValueError(f"model: got none, expected a folder or a hub id: no model is included without {PACKAGE}")
+        raise ValueError(f"model: got none, and no model is included without {PACKAGE}. Pass a folder or a hub id")
     return name
 
 
 def present(name: str) -> bool:
-    """Whether this installation has an included model, or its own part of one that is put together."""
+    """Return whether this installation has an included model, or its own part of an assembled one."""
     return (folder(name) / "config.json").is_file()
 
 
 def check(what: str, name: str) -> Path:
-    """The folder of an included model, put together if it has `parts`. Raises ValueError if this installation lacks its
-    weights.
-    """
+    """Return the folder of an included model, assembled if it has `parts`. Raises ValueError if weights are missing."""
     if not present(name):
-        raise ValueError(f"{what}: the weights of {name!r} are not in {folder(name)}, the repository has them")
+        raise ValueError(f"{what}: the weights of {name!r} are not in {folder(name)}. The repository has them.")
     if name in table().models and (parts := table().models[name].parts):
-        from visspec.io.assembly import assemble  # which imports torch
+        from visspec.io.assembly import assemble  # imports torch
 
         return assemble(folder(name), PUBLISHED / parts[0], folder(parts[1]), PUBLISHED / name)
     return folder(name)
@@ -210,7 +211,7 @@ def check(what: str, name: str) -> Path:
 
 def check_model(spec: str | Path) -> bool:
     """Check within seconds that a model is included, on this machine, in the cache of the hub or on the hub. Returns
-    whether it is on this machine by its name or path. Raises ValueError if it is nowhere.
+    whether it is on this machine by name or path. Raises ValueError if it is not found.
     """
     spec = str(spec)
     if spec in table().models or Path(spec).exists() or spec.startswith((".", "/")):
@@ -226,7 +227,7 @@ def check_model(spec: str | Path) -> bool:
 
 
 def made_for(kind: str, model: ConfiguredModel) -> str | None:
-    """The included model of a kind that is made for a model, by its configuration; None where none is."""
+    """Return the included model of a kind that fits a model's configuration, or None."""
     if not hasattr(getattr(model, "config", None), "to_dict"):
         return None
     rows = {name: row.target or name for name, row in table().models.items() if row.kind == kind}
@@ -234,10 +235,10 @@ def made_for(kind: str, model: ConfiguredModel) -> str | None:
 
 
 def difference(name: str, model: ConfiguredModel) -> tuple[str, Any, Any] | None:
-    """Where a model's configuration differs from that of an included one: what, there and here. A drafter whose target
-    is not included has the target's sizes as `target` in its own configuration.
+    """Return the first difference between the configurations of a model and an included one: name, value there, value
+    here. A drafter whose target is not included stores the target's sizes as `target`.
     """
-    from visspec.io.checkpoint import read_json  # which imports torch: the table is read by `visspec --help` too
+    from visspec.io.checkpoint import read_json  # imports torch, which `visspec --help` does not need
 
     there, here = read_json(folder(name), "config.json"), model.config.to_dict()
     there = there.get("target", there)

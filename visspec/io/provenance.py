@@ -15,9 +15,8 @@ from visspec.io.version import VERSION
 
 
 def provenance(model=None, device: torch.device | None = None, **more: object) -> dict[str, Any]:
-    """A JSON-serialisable record of this process for the model's device, or for `device` (default: CPU).
-
-    `more` is added unchanged (seed, command, ...). For a GPU the record includes its name, driver, CUDA and Triton.
+    """Return a JSON-serialisable record of this process for the model's device, or for `device` (default: CPU). `more`
+    is added unchanged (seed, command, ...). For a GPU the record includes its name, driver, CUDA and Triton.
     """
     record: dict[str, Any] = {
         "visspec": VERSION,
@@ -37,7 +36,7 @@ def provenance(model=None, device: torch.device | None = None, **more: object) -
 
 
 def device_record(device: torch.device) -> dict[str, Any]:
-    """The device by name; for a GPU also the versions of driver, CUDA and Triton, None if unknown."""
+    """Return the device by name; for a GPU also the versions of driver, CUDA and Triton, None if unknown."""
     if device.type != "cuda":
         return {"device": str(device)}
     return {
@@ -49,7 +48,7 @@ def device_record(device: torch.device) -> dict[str, Any]:
 
 
 def driver_version() -> str | None:
-    """The version of the GPU driver from `nvidia-smi`; torch only has the supported CUDA version."""
+    """Return the version of the GPU driver from `nvidia-smi`; torch only knows the supported CUDA version."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         said = _output_of(query, timeout=30)
@@ -59,7 +58,7 @@ def driver_version() -> str | None:
 
 
 def triton_version() -> str | None:
-    for name in ("triton", "pytorch-triton"):  # the second is used by nightly builds of torch
+    for name in ("triton", "pytorch-triton"):  # nightly builds of torch use the second
         try:
             return metadata.version(name)
         except metadata.PackageNotFoundError:
@@ -68,7 +67,7 @@ def triton_version() -> str | None:
 
 
 def git_revision() -> str:
-    """The commit of the source checkout, with "+" if it has changes; "" for an installed wheel."""
+    """Return the commit of the source checkout, with "+" if it has changes; "" for an installed wheel."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return ""

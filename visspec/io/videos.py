@@ -1,4 +1,4 @@
-"""Frames of video files, by PyAV (`visspec[video]`): an allow-list of containers, and a pixel limit."""
+"""Frames of video files, with PyAV (`visspec[video]`): an allow-list of containers, and a pixel limit."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from PIL import Image
 from visspec.io.images import MAX_PIXELS, open_image
 
 SUFFIXES = (".mp4", ".mov", ".m4v", ".webm", ".mkv", ".avi")
-CONTAINERS = "mov,matroska,avi"  # ffmpeg's demuxers; playlists, which name other files, are not among them
+CONTAINERS = "mov,matroska,avi"  # ffmpeg's demuxers, without playlists, which refer to other files
 FRAMES = 8
 
 
 @dataclass(frozen=True)
 class Clip:
-    """RGB frames from all over a video, and its metadata as video processors of transformers take it."""
+    """RGB frames from a whole video, and its metadata for video processors of transformers."""
 
     frames: list[Image.Image]
     metadata: dict[str, Any]
 
 
 def open_media(path: str | Path, max_pixels: int = MAX_PIXELS, frames: int = FRAMES) -> Image.Image | Clip:
-    """Opens an image (`images.open_image`) or a video (`read_clip`), by the file's name."""
+    """Open an image (`images.open_image`) or a video (`read_clip`), by the file's name."""
     is_video = Path(path).suffix.lower() in SUFFIXES
     return read_clip(path, frames, max_pixels) if is_video else open_image(path, max_pixels)
 
 
 def read_clip(path: str | Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) -> Clip:
-    """Reads the middle frames of `frames` equal parts of a video, or all of one that has fewer frames. Raises
-    FileNotFoundError, and ValueError for a broken file, another container, larger frames, or without PyAV.
+    """Read the middle frames of `frames` equal parts of a video, or all of its frames if it has fewer. Raises
+    FileNotFoundError, or ValueError for a broken file, another container, larger frames, or without PyAV.
     """
     try:
         import av
@@ -41,7 +41,7 @@ def read_clip(path: str | Path, frames: int = FRAMES, max_pixels: int = MAX_PIXE
             if stream.width * stream.height > max_pixels:
                 size = f"{stream.width} x {stream.height} pixels"
                 raise ValueError(f"{path} has {size}, more than the limit of {max_pixels}")
-            count = sum(packet.pts is not None for packet in file.demux(stream))  # headers of some don't say it
+            count = sum(packet.pts is not None for packet in file.demux(stream))  # some headers don't contain it
             indices = sorted({(2 * i + 1) * count // (2 * frames) for i in range(frames)})
             file.seek(0)
             chosen = [frame for i, frame in zip(range(indices[-1] + 1), file.decode(stream)) if i in indices]
@@ -50,9 +50,9 @@ def read_clip(path: str | Path, frames: int = FRAMES, max_pixels: int = MAX_PIXE
     except ImportError:
         raise ValueError(f"{path}: av is not installed. Run pip install 'visspec[video]'.") from None
     except FileNotFoundError:
-        raise FileNotFoundError(f"there is no video file {path}") from None
+        raise FileNotFoundError(f"video file {path} does not exist") from None
     except (av.FFmpegError, OSError, IndexError) as error:
-        raise ValueError(f"{path} is broken or no video of {CONTAINERS} and cannot be decoded ({error})") from None
+        raise ValueError(f"{path} is broken or not a video of {CONTAINERS} and cannot be decoded ({error})") from None
     if not found:
         raise ValueError(f"{path} has no frame that can be decoded")
     return Clip(found, {"total_num_frames": count, "fps": fps, "frames_indices": indices, "duration": count / fps})

@@ -1,5 +1,7 @@
-"""Pictures of a world with captions, to train drafters on: `write_pictures("shapes", "scenes", 1000)` writes a folder
-that `visspec train drafter --data scenes` and `datasets.load_dataset("imagefolder", data_dir="scenes")` read.
+"""Pictures of a world with captions for training drafters.
+
+`write_pictures("shapes", "scenes", 1000)` writes a folder for `visspec train drafter --data scenes` and
+`datasets.load_dataset("imagefolder", data_dir="scenes")`.
 """
 
 import json
@@ -12,12 +14,12 @@ from visspec.toys.world.emoji import captions as emoji_captions
 from visspec.toys.world.emoji import render as emoji_render
 from visspec.toys.world.emoji import scene as emoji_scene
 
-SIDES = {"shapes": 96, "emoji": 120}  # pixels
+SIDES = {"shapes": 96, "emoji": 120}  # side in pixels
 
 
 def picture(world: str, seed: int) -> tuple[Image.Image, str]:
-    """Picture number `seed` of a world, "shapes" or "emoji", and its caption. Those from `scene.HELD_OUT_SEED` on are
-    held out: the first 256 are in `visspec/toys/heldout`.
+    """Return picture number `seed` of a world, "shapes" or "emoji", and its caption. Pictures from
+    `scene.HELD_OUT_SEED` on are held out; the first 256 of these are in `visspec/toys/heldout`.
     """
     if world not in SIDES:
         raise ValueError(f"world: got {world!r}, expected one of {', '.join(SIDES)}")
@@ -29,7 +31,7 @@ def picture(world: str, seed: int) -> tuple[Image.Image, str]:
 
 
 def write_pictures(world: str, folder: str | Path, count: int, first: int = 0) -> None:
-    """Write pictures number `first` to `first + count` as PNGs, and metadata.jsonl with their captions."""
+    """Write `count` pictures, starting with number `first`, as PNGs, and metadata.jsonl with their captions."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "metadata.jsonl", "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""Warns where the included captioner is given pictures of another kind than it was trained on."""
+"""A warning for pictures of another kind than those on which the included captioner was trained."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from PIL import Image
 from visspec.io.images import open_image
 from visspec.toys.world.detector import ShapeDetector, grow
 
-SIDE = 96  # pixels of a rendered scene
-FEWEST = 3  # shapes of a caption scene; pictures of the included painter mostly have one or two
-TINT = 0.01  # levels between the channels of a ground; rendered grounds are grey, those of the included painter nearly
+SIDE = 96  # side of a rendered scene in pixels
+FEWEST = 3  # minimum number of shapes in a caption scene; pictures of the included painter mostly have fewer
+TINT = 0.01  # maximum difference between channels of a grey ground; the included painter's grounds are slightly tinted
 WARNING = (
-    "the embedded captioner knows rendered scenes of coloured shapes only, so what it says of {} is made up; --model"
-    " names another"
+    "the included captioner only knows rendered scenes of coloured shapes, so its caption of {} is meaningless; choose"
+    " another with --model"
 )
 
 
 def foreign(paths: Iterable[Path], max_pixels: int) -> str | None:
-    """A sentence about the first image that is no rendered scene of shapes; None where all are. Files that can't be
-    read are skipped.
+    """Return a sentence about the first image that is not a rendered scene of shapes, or None. Unreadable files are
+    skipped.
     """
-    detector = ShapeDetector(min_radius=0.07, max_radius=0.135)  # of caption scenes
+    detector = ShapeDetector(min_radius=0.07, max_radius=0.135)  # radii of caption scenes
     for path in paths:
         try:
             image = open_image(path, max_pixels).resize((SIDE, SIDE))
         except (ValueError, OSError):
             continue
         seen = detector.analyse(image)
-        lossless = path.suffix.lower() == ".png"  # compression tints grounds, too
+        lossless = path.suffix.lower() == ".png"  # compression also tints grounds
         strange = seen.unexplained > detector.max_unexplained or len(seen.shapes) < FEWEST
         if strange or (lossless and tint(image, seen.coverage) > TINT):
             return WARNING.format(path)
@@ -39,7 +39,7 @@ def foreign(paths: Iterable[Path], max_pixels: int) -> str | None:
 
 
 def tint(image: Image.Image, coverage: np.ndarray) -> float:
-    """How far apart the channels of the ground are, on average over the pixels well outside all shapes."""
+    """Return the difference between the channels of the ground, averaged over pixels well outside all shapes."""
     shape = np.any(coverage > 0.01, axis=0)
     for _ in range(4):
         shape = grow(shape)

@@ -1,9 +1,9 @@
 """Training batches recorded from the target while it generates answers in the decode loop.
 
-A recorder is used as drafter and drafts nothing, so features and distributions are recorded at every token of an
-answer. No second pass is needed, and nothing is written to disk. Of a distribution the state is kept that the target's
-head reads, in the target's dtype: 2 d bytes a token, where V float32 numbers take 4 V. Where the head does not give the
-same distribution again, or processors change it, the distributions themselves are kept.
+A recorder takes the drafter's place and drafts nothing, so features and distributions are recorded at every token of an
+answer, without a second pass or disk access. Instead of a distribution, the state that the target's head reads is kept
+in the target's dtype: 2 d bytes per token instead of 4 V. If the head does not reproduce the distribution, or
+processors change it, the distributions themselves are kept.
 
 Shapes: B rows, L prompt, M longest answer, F features, V vocabulary, X numbers of a state, d hidden size.
 """
@@ -25,9 +25,9 @@ from visspec.types import Acceptance, Draft, Drafter, Outcome, Request, Scores, 
 
 @dataclass
 class AnsweredRequest(Request):
-    """A request whose answers are known: `capture` records what the target makes of them."""
+    """A request with known answers, for which `capture` records the target's scores."""
 
-    answers: Sequence[list[int]] = ()  # of each row at least one id, stop included
+    answers: Sequence[list[int]] = ()  # at least one id for each row, stop token included
 
 
 class Recorder(Drafter):
@@ -53,11 +53,13 @@ class Recorder(Drafter):
         )
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Nothing to do: each round is stored with its rows."""
+        """Do nothing, because each round is stored with its rows."""
 
 
 def _law(target: Target, request: Request, prefill: Scores) -> Callable[[Tensor], Tensor] | None:
-    """The target's law of states, where it gives the distribution after the prompt, up to rounding."""
+    """Return the target's function from states to distributions if it reproduces the one after the prompt, up to
+    rounding.
+    """
     law, states = target.law(request), prefill.aux.get("states")
     if law is None or states is None:
         return None
@@ -68,27 +70,26 @@ def _law(target: Target, request: Request, prefill: Scores) -> Callable[[Tensor]
 
 
 def identity(states: Tensor) -> Tensor:
-    """The law of states that are log-distributions."""
+    """Return states that are log-distributions unchanged."""
     return states
 
 
 def features_of(scores: Scores, ids_BN: Tensor) -> Tensor:
-    """The features (B, N, F) after a prompt or the nodes of a draft; F = 0 where the target gives none."""
+    """Return the features (B, N, F) after a prompt or the nodes of a draft; F = 0 if the target has none."""
     if scores.features is None:
         return ids_BN.new_zeros(*ids_BN.shape, 0, dtype=torch.float32)
     return scores.features
 
 
 def _padded(answers: Sequence[list[int]], device: torch.device) -> Tensor:
-    """Answers (B, M), zeros behind shorter ones."""
+    """Return answers (B, M), right-padded with zeros."""
     longest = max(map(len, answers))
     return torch.tensor([ids + [0] * (longest - len(ids)) for ids in answers], device=device)
 
 
 def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch:
-    """Generate answers to a batch of prompts and return the recorded batch; F = 0 where the target gives no features.
-
-    When sampling at temperature 1 without top-k and top-p, the recorded distributions are the target's unmodified ones.
+    """Generate answers to a batch of prompts and return the recorded batch. F = 0 if the target has no features. With
+    temperature 1 and without top-k and top-p, the recorded distributions are the target's unmodified ones.
     """
     if isinstance(request, AnsweredRequest):
         return capture_answers(target, request)
@@ -142,7 +143,7 @@ def _batch(
 
 
 def capture_answers(target: Target, request: AnsweredRequest) -> TrainingBatch:
-    """The same for answers that are given, in one pass over them."""
+    """Like `capture`, for known answers, in a single pass."""
     lengths, longest = list(map(len, request.answers)), max(map(len, request.answers))
     answer = _padded(request.answers, request.prompt.device)
     with torch.inference_mode():
@@ -158,7 +159,7 @@ def capture_answers(target: Target, request: AnsweredRequest) -> TrainingBatch:
 
 
 def _positions(prompt: Tensor, rows: int, answer: int) -> Tensor:
-    """Positions of the prompt and the answer but its last token: (B, L + M - 1) or (3, B, L + M - 1)."""
+    """Return positions of the prompt and the answer without its last token: (B, L + M - 1) or (3, B, L + M - 1)."""
     positions = prompt if prompt.dim() == 2 else prompt[-3:]
     positions = positions.expand(*positions.shape[:-2], rows, positions.shape[-1])
     steps = torch.arange(1, answer, device=positions.device)
@@ -166,7 +167,7 @@ def _positions(prompt: Tensor, rows: int, answer: int) -> Tensor:
 
 
 def split(lesson: TrainingBatch, rows: int) -> list[TrainingBatch]:
-    """Split into batches of at most `rows` rows, sorted by answer length, each padded to its longest answer only."""
+    """Split into batches of at most `rows` rows, sorted by answer length, each padded to its longest answer."""
     order = sorted(range(len(lesson.lengths)), key=lambda b: lesson.lengths[b])
     return [_part(lesson, order[i : i + rows]) for i in range(0, len(order), rows)]
 

@@ -1,13 +1,14 @@
-"""Online distillation of a drafter on batches recorded from the target, which a `Store` keeps on disk if asked to.
+"""Online distillation of a drafter on batches recorded from the target, which a `Store` can keep on disk.
 
 Training proceeds in groups: the target generates answers to `group` batches of prompts, the drafter is trained on them
-`reuse` times in random order, `rows` answers a lesson, and the group is discarded. The trainer knows no model classes
-or data: it takes a target, a drafter (`types.TrainedDrafter`), and `prompts`, which returns request i.
+`reuse` times in random order, `rows` answers per training batch, and the group is discarded. The trainer does not
+depend on model classes or data: it takes a target, a drafter (`types.TrainedDrafter`), and `prompts`, which returns
+request i.
 
-An update averages the gradients of `accumulate` lessons, one of each of so many streams of prompts, which are spread
-over the processes. Everything is a function of (seed, step, accumulate): a resumed run ends with the same weights as an
-uninterrupted one, bit for bit with as many processes, and up to the order of sums with another number of them. Shapes:
-K steps of a rollout.
+An update averages the gradients of `accumulate` training batches, one from each of as many streams of prompts, which
+are distributed over the processes. Everything is a function of (seed, step, accumulate). A resumed run therefore ends
+with the weights of an uninterrupted one: bit for bit with the same number of processes, otherwise up to the order of
+sums. Shapes: K steps of a rollout.
 """
 
 from __future__ import annotations
@@ -39,41 +40,49 @@ from visspec.train.store import Store
 from visspec.types import Acceptance, Request, Target, TrainedDrafter, TrainingBatch
 
 RUN, OPTIMISER, PROGRESS, PROVENANCE = "run", "optimiser.safetensors", "progress.json", "provenance.json"
-DRAFTER = "drafter"  # the folder of its weights in a checkpoint
-POINTS = 200  # of the curve of a run
-READS = 10  # steps between reads of a loss from an accelerator, which wait for it
-PATIENCE = 10  # updates in a row that may be left out because their gradients are not finite
-FREE = ("save_every", "keep")  # options that a resumed run may change: they change no weights
+DRAFTER = "drafter"  # folder of the drafter's weights in a checkpoint
+POINTS = 200  # maximum number of points of a run's curve
+READS = 10  # steps between reads of the loss from an accelerator, which synchronise
+PATIENCE = 10  # maximum number of consecutive updates skipped because of non-finite gradients
+FREE = ("save_every", "keep")  # options that a resumed run may change, since they don't affect weights
 
 
 class SingleProcess:
-    """What a run asks of its processes: here one, or several that do the same. `api.train_processes.Workers` are
-    several that train on lessons of their own and average gradients.
+    """The processes of a run: here one, or several that do the same. `api.train_processes.Workers` are several that
+    train on their own batches and average gradients.
     """
 
-    world, sharded = 1, False  # sharded: the trained module's weights are spread over the processes
-    device = torch.device("cpu")  # of several processes, that of this one
+    world, sharded = 1, False  # sharded: whether the trained module's weights are distributed over processes
+    device = torch.device("cpu")  # the device of this process, if there are several
 
     def __init__(self, rank: int = 0):
         self.rank = rank
 
     def prepare(self, module: nn.Module, optimiser: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """The module and its optimiser as they are trained."""
+        """Wrap the module and its optimiser for training."""
         return module, optimiser
 
     def first(self, figures: dict[str, float]) -> dict[str, float]:
-        """What the first process measured: all of them decide by it."""
+        """Return the first process's figures, so that all processes make the same decision."""
         return figures
 
 
 class Trainer:
-    """A training run: weights, optimiser and progress are saved to `folder` every `save_every` steps.
+    """A training run. Weights, optimiser and progress are saved to `folder` every `save_every` steps.
 
-    The folder holds the drafter of the best validation, by the mean of its `tau`s; without validations, the last.
+    The folder holds the drafter with the best validation, by the mean of its `tau`s, or the last one without
+    validations. If `store` is set, it keeps the target's answers.
 
-    provenance: of the drafter; its `settings` are what a run that is resumed has to share, beside the plan.
-    workers: the processes of the run (default `SingleProcess`); prompts are numbered over all of them, only the first
-    writes. `store`, where it is set, keeps the target's answers.
+    Args:
+        target: The model that generates answers.
+        drafter: The drafter to train.
+        rule: The acceptance rule of the loop.
+        prompts: Returns request i, numbered over all processes.
+        plan: The options.
+        folder: Where the run is saved, by the first process.
+        provenance: Provenance of the drafter. A resumed run must have the same `settings` and plan.
+        validate: Returns figures of a validation.
+        workers: The processes.
     """
 
     def __init__(
@@ -94,23 +103,23 @@ class Trainer:
         self.head: nn.Module = drafter.head
         self.workers = workers = workers or SingleProcess()
         student = drafter
-        if workers.sharded:  # the drafter keeps whole weights, for validation and for files
+        if workers.sharded:  # the drafter keeps whole weights, for validation and files
             student = copy.copy(drafter)
             student.head = copy.deepcopy(drafter.head)
         module = Step(student, plan)
         matrices = [p for p in module.parameters() if p.dim() > 1]
         vectors = [p for p in module.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        optimiser = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98), fused=True)  # which may leave one out
+        optimiser = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98), fused=True)  # can skip a step
         self.module, self.optimiser = workers.prepare(module, optimiser)
         self.step, self.seconds, self.accumulate = 0, 0.0, max(plan.accumulate, workers.world)
         self._check_accumulate()
         device = next(self.head.parameters()).device
         self.reads = 1 if device.type == "cpu" else READS
-        self.left_out = torch.zeros((), device=device)  # updates in a row
+        self.left_out = torch.zeros((), device=device)  # consecutive skipped updates
         self.history: list[dict[str, Any]] = []
         self.curve: list[dict[str, float]] = []
-        self.kept: list[int] = []  # steps of checkpoints
+        self.kept: list[int] = []  # steps of the checkpoints on disk
         self.answered: Callable[[int, int], None] | None = None
         self.best: dict[str, float] = {}  # step and tau
         self._group: tuple[int, list[list[TrainingBatch]]] = (-1, [])
@@ -118,10 +127,18 @@ class Trainer:
     def run(
         self, report: Callable[[dict], None] | None = None, answered: Callable[[int, int], None] | None = None
     ) -> list[dict]:
-        """Train to the last step. `report` is called with a record after each step whose loss is read: each one on a
-        CPU, one of `READS` elsewhere; `answered` with how many requests of a group the target has answered, and of how
-        many. Returns all validations. Raises ValueError after `PATIENCE` updates in a row that were left out; each that
-        is read is warned of.
+        """Train to the last step.
+
+        Args:
+            report: Called with a record after each step whose loss is read: every step on a CPU, one in `READS`
+                elsewhere.
+            answered: Called with the number of requests of a group that the target has answered, and their total.
+
+        Returns:
+            All validations.
+
+        Raises:
+            ValueError: After `PATIENCE` consecutive skipped updates. Skipped updates that are read also warn.
         """
         start, self.answered = time.time() - self.seconds, answered
         with self.training():
@@ -147,7 +164,7 @@ class Trainer:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """No gradients of what is the target's; before and after, the drafter lets go of what it drafts with."""
+        """Disable gradients of the target's modules, and reset the drafter's cached values before and after."""
         frozen = [p for module in self.drafter.borrowed for p in module.parameters()]
         wanted = [p.requires_grad for p in frozen]
         self.drafter.refresh()
@@ -166,7 +183,7 @@ class Trainer:
 
     @property
     def streams(self) -> range:
-        """The streams of prompts of this process: one lesson of each in every update."""
+        """The streams of prompts of this process. Each contributes one training batch to every update."""
         return range(self.workers.rank, self.accumulate, self.workers.world)
 
     @property
@@ -174,7 +191,9 @@ class Trainer:
         return self.plan.parts(self.accumulate)
 
     def lessons(self, step: int) -> list[TrainingBatch]:
-        """This process's lessons in a step. A group is generated at its first step, or the first after a resume."""
+        """Return this process's training batches of a step. A group is generated at its first step, or the first after
+        a resume.
+        """
         plan = self.plan
         index, within = divmod(step, self.parts * plan.reuse)
         if self._group[0] != index:
@@ -186,7 +205,7 @@ class Trainer:
         return [stream[int(orders[-1][place])] for stream in self._group[1]]
 
     def _answers(self, index: int) -> list[list[TrainingBatch]]:
-        """The lessons of a group, by stream."""
+        """Return the training batches of a group, by stream."""
         plan, found = self.plan, list[list[TrainingBatch]]()
         count = plan.batches(self.accumulate)
         for stream in self.streams:
@@ -201,7 +220,7 @@ class Trainer:
         return found
 
     def answers(self, number: int) -> TrainingBatch:
-        """The target's answers to a request, or the data's own; those of the store, if it has them."""
+        """Return the target's answers to a request, or the data's own, from the store if it has them."""
 
         def record() -> TrainingBatch:
             return capture(self.target, self.rule, self.prompts(number))
@@ -209,8 +228,8 @@ class Trainer:
         return record() if self.store is None else self.store.answers(number, record)
 
     def update(self, lessons: Sequence[TrainingBatch]) -> Tensor:
-        """One optimiser step. Returns (K + 2,), on the device: the loss, the share of agreement by step of the rollout,
-        and how many updates in a row were left out, this one included, because the gradient is not finite.
+        """Run one optimiser step. Returns (K + 2,) on the device: the loss, the agreement at each step of the rollout,
+        and the number of consecutive updates skipped for non-finite gradients, including this one.
         """
         plan, found = self.plan, []
         for group in self.optimiser.param_groups:
@@ -219,12 +238,12 @@ class Trainer:
         self.optimiser.zero_grad(set_to_none=True)
         for stream, lesson in zip(self.streams, lessons):
             lesson = to(lesson, next(self.head.parameters()).dtype)
-            with torch.random.fork_rng():  # what a network draws in training is a function of the lesson's number
+            with torch.random.fork_rng():  # makes random numbers in training a function of the batch's number
                 torch.manual_seed(plan.seed * 1_000_003 + self.step * self.accumulate + stream)
                 loss, agreed = self.module(lesson, plan.loss_at(self.step))
             (loss / len(lessons)).backward()
             found.append(torch.cat([loss.detach()[None], agreed]))
-        norm = whole(nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip))  # the same in every process
+        norm = whole(nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip))  # equal in every process
         wrong = ~torch.isfinite(norm)
         self.left_out = torch.where(wrong, self.left_out + 1, 0)
         self.optimiser.found_inf = wrong.float()  # type: ignore[attr-defined]  # as a `GradScaler` tells it
@@ -232,12 +251,12 @@ class Trainer:
         return torch.cat([torch.stack(found).mean(dim=0), self.left_out[None]])
 
     def _read(self, figures: Tensor) -> dict[str, Any]:
-        """The record of what the last `update` returned, the one read from the device."""
+        """Read the result of `update` from the device and return its record."""
         loss, *agreed, left_out = figures.tolist()
         if left_out:
             where = f"the gradient of step {self.step} is not finite, and of {left_out - 1:.0f} before it"
             if left_out >= PATIENCE:
-                raise ValueError(f"loss: {where}, expected numbers: see the target's answers, or lower the rate")
+                raise ValueError(f"loss: {where}. Check the target's answers, or lower the rate.")
             warnings.warn(f"{where}: weights stay as they are", RuntimeWarning, stacklevel=2)
         elif self.step % max(self.plan.steps // POINTS, 1) == 0:
             self.curve.append({"step": self.step, "loss": round(loss, 4), "agreed": round(agreed[0], 3)})
@@ -245,13 +264,13 @@ class Trainer:
         return {"loss": round(loss, 4), "kind": kind, "agreed": [round(a, 3) for a in agreed]}
 
     def _trained_weights(self) -> list[tuple[str, Tensor]]:
-        """The trained weights by their names in the head."""
+        """Return the trained weights by their names in the head."""
         named = self.module.named_parameters()
         return [(name.removeprefix("module.").removeprefix("head."), p) for name, p in named]
 
     @torch.no_grad()
     def _gather(self) -> None:
-        """Whole weights for the drafter, if they are spread over processes."""
+        """Gather whole weights for the drafter if they are sharded."""
         if self.workers.sharded:
             own = dict(self.head.named_parameters())
             for name, p in self._trained_weights():
@@ -271,16 +290,15 @@ class Trainer:
         return figures
 
     def progress(self) -> dict[str, Any]:
-        """How far the run is, what was measured on the way, and its plan."""
+        """The state of the run, its measurements, and its plan."""
         progress = {"step": self.step, "seconds": round(self.seconds, 1), "plan": asdict(self.plan)}
         progress |= {"workers": self.workers.world, "accumulate": self.accumulate, "kept": self.kept, "best": self.best}
         return progress | {"validations": self.history, "curve": self.curve}
 
     def save(self) -> None:
-        """Save a checkpoint, the folder `run/step-N` with drafter and optimiser, then the drafter in the run's folder.
-
-        `run/progress.json` names the step and is replaced in one move once the checkpoint is whole: a run that ends
-        anywhere before it has the checkpoint that it had.
+        """Save a checkpoint to `run/step-N` with drafter and optimiser, then the drafter to the run's folder.
+        `run/progress.json` contains the step and is replaced in one move when the checkpoint is complete. If the run
+        ends earlier, it still has the previous checkpoint.
         """
         self._gather()
         state = self.optimiser.state
@@ -299,7 +317,7 @@ class Trainer:
                 with open(path, "rb") as file:
                     os.fsync(file.fileno())
         except BaseException:
-            shutil.rmtree(saved, ignore_errors=True)  # a disk may be full
+            shutil.rmtree(saved, ignore_errors=True)  # removes it if the disk is full
             raise
         write_json(self.folder / RUN / PROGRESS, progress)
         stay = {f"step-{step}" for step in (*self.kept, self.best.get("step"))}
@@ -309,17 +327,15 @@ class Trainer:
         self._publish()
 
     def _publish(self) -> None:
-        """Copy the drafter of the best checkpoint into the folder of the run, each file in one move."""
+        """Copy the drafter of the best checkpoint to the run's folder, each file in one move."""
         best = self.folder / RUN / f"step-{self.best.get('step', self.step)}"
         for path in sorted((best / DRAFTER).iterdir()):
             with replacing(self.folder / path.name) as draft:
                 shutil.copyfile(path, draft)
 
     def resume(self) -> bool:
-        """Continue the run in the folder, if there is one; the drafter must have the weights of its `checkpoint`.
-
-        Raises ValueError if the run in the folder has another plan or other `settings` in its provenance, or if its
-        checkpoint has parts of several steps.
+        """Continue the run in the folder, if there is one. The drafter must have the weights of its `checkpoint`.
+        Raises ValueError if that run has another plan or other `settings`, or its checkpoint mixes several steps.
         """
         saved = checkpoint(self.folder)
         if saved is None:
@@ -336,7 +352,7 @@ class Trainer:
             steps = {progress["step"], record["training"]["step"], int((file.metadata() or {}).get("step", -1))}
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         if len(steps) > 1:
-            raise ValueError(f"resume: got parts of the steps {sorted(steps)} in {saved}, expected those of one step")
+            raise ValueError(f"resume: {saved} mixes parts of the steps {sorted(steps)}.")
         for name, p in self._trained_weights():
             entries = {k.rpartition("/")[2]: v for k, v in tensors.items() if k.rpartition("/")[0] == name}
             if entries:
@@ -349,18 +365,18 @@ class Trainer:
 
 
 def checkpoint(folder: str | Path) -> Path | None:
-    """The folder of the last whole checkpoint of the run in a folder, with the one of its drafter; None without one."""
+    """Return the folder of the last complete checkpoint of a run, with that of its drafter, or None."""
     run = Path(folder) / RUN
     return run / f"step-{read_json(run, PROGRESS).get('step')}" if (run / PROGRESS).is_file() else None
 
 
 def whole(value: Tensor) -> Tensor:
-    """A tensor whose parts are in several processes, put together; another one as it is."""
+    """Gather a tensor that is sharded over processes; return others unchanged."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def spread(value: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor, spread over processes as `like` is, if it has the same shape."""
+    """Shard a whole tensor over processes like `like`, if it has the same shape."""
     if not isinstance(like, DTensor) or value.shape != like.shape:
         return value
     return distribute_tensor(value, like.device_mesh, like.placements)

@@ -1,4 +1,4 @@
-"""Losses between a drafter's distribution q and the target's p, of features, and of a lesson.
+"""Losses between a drafter's distribution q and the target's p, of features, and of a training batch.
 
 `tv` is half of sum |p - q|: one minus the acceptance rate of exact verification with independent samples, and a bound
 for coupled ones. Its gradient is weak while q is far from p, so training starts with `soft_ce`.
@@ -21,19 +21,19 @@ from torch import Tensor, nn
 from visspec.types import Rollout, TrainedDrafter, TrainingBatch
 
 if TYPE_CHECKING:
-    from visspec.train.options import TrainingOptions  # which checks a loss by its name
+    from visspec.train.options import TrainingOptions  # imports this module
 
-ELEMENTS = 1 << 24  # numbers of the logits of a chunk: 64 MB in float32
+ELEMENTS = 1 << 24  # maximum number of logits in a chunk: 64 MB in float32
 
 
 def _per_token(formula: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """A formula of both logits in float32 or more, fused by the compiler on a GPU. Only q gets a gradient."""
+    """Apply a formula to both logits in at least float32, compiled on a GPU. Only q gets a gradient."""
 
     @functools.wraps(formula)
     def loss(q_logits: Tensor, p_logits: Tensor) -> Tensor:
         kind = torch.promote_types(q_logits.dtype, torch.float32)
         q, p = q_logits.to(kind), p_logits.detach().to(kind).expand_as(q_logits)
-        p = p.clone() if p.is_inference() else p  # compiled code saves it for the gradient
+        p = p.clone() if p.is_inference() else p  # compiled code saves it for the backward pass
         return (_compiled(formula) if q.is_cuda else formula)(q, p)
 
     return loss
@@ -46,20 +46,20 @@ def _compiled(formula: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, 
 
 @_per_token
 def tv(q: Tensor, p: Tensor) -> Tensor:
-    """Total variation, half of sum |p - q|: (..., V) -> (...)."""
+    """Return the total variation, half of sum |p - q|: (..., V) -> (...)."""
     return (q.softmax(dim=-1) - p.softmax(dim=-1)).abs().sum(dim=-1) / 2
 
 
 @_per_token
 def kl(q: Tensor, p: Tensor) -> Tensor:
-    """KL(p | q) = sum p (log p - log q), in nats; entries with p = 0 contribute 0: (..., V) -> (...)."""
+    """Return KL(p | q) = sum p (log p - log q), in nats; entries with p = 0 contribute 0: (..., V) -> (...)."""
     log_p, log_q = p.log_softmax(dim=-1), q.log_softmax(dim=-1)
     return torch.where(log_p > float("-inf"), log_p.exp() * (log_p - log_q), 0).sum(dim=-1)
 
 
 @_per_token
 def soft_ce(q: Tensor, p: Tensor) -> Tensor:
-    """Cross-entropy of q under p, - sum p log q, in nats: (..., V) -> (...)."""
+    """Return the cross-entropy of q under p, - sum p log q, in nats: (..., V) -> (...)."""
     p = p.softmax(dim=-1)
     return -torch.where(p > 0, p * q.log_softmax(dim=-1), 0).sum(dim=-1)
 
@@ -68,23 +68,23 @@ KINDS = {"tv": tv, "soft_ce": soft_ce, "kl": kl}
 
 
 def of(kind: str):
-    """A loss by name; only q gets a gradient. Raises ValueError for an unknown name."""
+    """Return a loss by name; only q gets a gradient. Raises ValueError for an unknown name."""
     if kind not in KINDS:
         raise ValueError(f"loss: got {kind!r}, expected one of {', '.join(KINDS)}")
     return KINDS[kind]
 
 
 class Chunk(NamedTuple):
-    """A chunk of what one step of a rollout predicts: N elements."""
+    """N of the elements that one step of a rollout predicts."""
 
     step: int
-    at: Tensor  # (N,) places in a batch that is flattened to (B * M,)
+    at: Tensor  # (N,) places in the batch flattened to (B * M,)
     states: Tensor  # (N, d)
     p_logits: Tensor  # (N, V) of the target
 
 
 class _KnownGradient(torch.autograd.Function):
-    """A value whose gradients have been computed with it."""
+    """A value whose gradients were computed together with it."""
 
     @staticmethod
     def forward(ctx, value: Tensor, gradients: list[Tensor], *inputs: Tensor) -> Tensor:
@@ -105,14 +105,17 @@ def rollout_loss(
     width: int,
     parameters: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
-    """(sum over the steps of the mean loss of their elements, share of agreement (K,) of each step).
+    """Return the sum over steps of the mean loss of their elements, and the agreement of each step (K,).
 
-    Logits exist in chunks of at most `ELEMENTS` numbers: each is computed, its gradient taken, and freed before the
-    next, so that no memory of a vocabulary's size is held. The loss can be differentiated once.
+    Logits are computed in chunks of at most `ELEMENTS` numbers. The gradient of a chunk is taken, and the chunk is
+    freed, before the next one. The loss can be differentiated once.
 
-    weights: of the elements (B, T) of each step. law: from places (N,) of a batch that is flattened to (B * count,), to
-    the target's logits (N, width). each: from a part to losses and agreements (N,) of its elements; parameters: those
-    that it may use beside the states.
+    Args:
+        steps: The rollout.
+        weights: Weights (B, T) of each step's elements.
+        law: Maps places (N,) in the batch flattened to (B * count,) to the target's logits (N, width).
+        each: Maps a chunk to losses and agreements (N,) of its elements.
+        parameters: Parameters that `each` uses besides the states.
     """
     graph, device = torch.is_grad_enabled(), weights[0].device
     shares = [weight.flatten().float() / weight.sum().clamp(min=1) for weight in weights]
@@ -141,7 +144,9 @@ def rollout_loss(
 
 
 def _places(steps: Rollout, count: int) -> Iterator[tuple[Tensor, list[int]]]:
-    """Places in the flattened batch (N,) and the steps that predict them: all at once that predict every place."""
+    """Yield places in the flattened batch (N,) and the steps that predict them, all at once if they predict every
+    place.
+    """
     whole = [k for k, step in enumerate(steps) if step.place is None]
     for members in ([whole] if whole else []) + [[k] for k in range(len(steps)) if k not in whole]:
         states, _, place = steps[members[0]]
@@ -151,34 +156,34 @@ def _places(steps: Rollout, count: int) -> Iterator[tuple[Tensor, list[int]]]:
 
 
 def distance(predicted_Nd: Tensor, feature_Nd: Tensor) -> Tensor:
-    """Smooth L1 distance of features, the mean of their channels, (N,)."""
+    """Return the smooth L1 distance of features, averaged over channels, (N,)."""
     return F.smooth_l1_loss(predicted_Nd.float(), feature_Nd.float(), reduction="none").mean(-1)
 
 
 def confidence(expected_N: Tensor, q_logits_NV: Tensor, p_logits_NV: Tensor) -> Tensor:
-    """Binary cross-entropy of logits of acceptance rates with the rates themselves, 1 - TV(p, q) (DSpark, arXiv
-    2607.05147), (N,). Only `expected` gets a gradient.
+    """Return the binary cross-entropy (N,) of predicted acceptance rates with the rates 1 - TV(p, q) (DSpark, arXiv
+    2607.05147). Only `expected` gets a gradient.
     """
     rate_N = 1 - tv(q_logits_NV.detach(), p_logits_NV)
     return F.binary_cross_entropy_with_logits(expected_N.float(), rate_N.clamp(0, 1), reduction="none")
 
 
 class Step(nn.Module):
-    """The loss of a lesson as a forward pass, so that what wraps a module for several processes sees one."""
+    """The loss of a training batch as a forward pass, so that wrappers for several processes see a single one."""
 
     def __init__(self, drafter: TrainedDrafter, plan: TrainingOptions):
         super().__init__()
         self.head: Any = drafter.head
         self.plan = plan
-        self._drafter = (drafter,)  # the target's modules are not trained
+        self._drafter = (drafter,)  # a tuple hides the target's modules, which are not trained
 
     def forward(self, lesson: TrainingBatch, kind: str) -> tuple[Tensor, Tensor]:
-        """(loss, share of agreement (K,) by step of the rollout)."""
+        """Return the loss and the agreement (K,) at each step of the rollout."""
         (drafter,), plan, ids = self._drafter, self.plan, self._drafter[0].ids
         with self._autocast(lesson):
             rollout = drafter.rollout(lesson, plan.unroll)
         weights = [step.weight for step in rollout]
-        if ids is not None:  # the distributions over these ids, where the target's choice is one of them (EAGLE-3)
+        if ids is not None:  # distributions over these ids, where the target's choice is among them (EAGLE-3)
             inside_BT = torch.isin(lesson.best, ids)
             weights = [weight * inside_BT for weight in weights]
         states_NX = lesson.states.flatten(0, 1)
@@ -195,14 +200,14 @@ class Step(nn.Module):
         return torch.autocast(lesson.ids.device.type, torch.bfloat16, enabled=self.plan.autocast)
 
     def _each(self, lesson: TrainingBatch, kind: str, decays: list[float], part: Chunk) -> tuple[Tensor, Tensor]:
-        """Losses and agreements of elements (N,), see `rollout_loss`."""
+        """Return losses and agreements of elements (N,), for `rollout_loss`."""
         (drafter,), plan, start, count = self._drafter, self.plan, lesson.prompt_length, lesson.best.shape[1]
         k, at_N, states_Nd, p_NV = part
         before_N, after_N = (lesson.ids[:, start + i :][:, :count].flatten()[at_N] for i in (0, 1))
         with self._autocast(lesson):
             q_NV = drafter.trained_logits(states_Nd, before_N)
         loss_N = of(kind)(q_NV, p_NV)
-        if plan.feature_weight:  # the target's features after each answer token, which the rollout predicts
+        if plan.feature_weight:  # the rollout predicts the target's features after each answer token
             feature_Nd = lesson.features[:, start : start + count, -states_Nd.shape[1] :].flatten(0, 1)[at_N]
             loss_N = loss_N + plan.feature_weight * distance(states_Nd, feature_Nd)
         loss_N = loss_N * (decays[k] / sum(decays))

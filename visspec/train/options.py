@@ -1,4 +1,4 @@
-"""Options of a training run, and its learning rate."""
+"""Options and learning-rate schedule of a training run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ SCHEDULES = ("cosine", "linear", "constant")
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """Options of a run. `opening` is the share of steps trained on soft cross-entropy before `loss` takes over. In the
-    share `warm_up` the rate rises, then it falls to `floor` of its peak as `schedule` says.
+    """Options of a run. `opening` is the share of steps trained on soft cross-entropy before `loss`. The learning rate
+    rises during the share `warm_up` and then falls to `floor` of its peak according to `schedule`.
     """
 
     steps: int = 2000
@@ -22,8 +22,8 @@ class TrainingOptions:
     opening: float = 0.5
     decay: float = 0.8
     feature_weight: float = 0.0
-    confidence_weight: float = 0.0  # of a head that expects acceptance rates: `expected` of its `sequential`
-    selector_weight: float = 0.0  # of a selector's cross-entropy over its candidates: `scores` of the same
+    confidence_weight: float = 0.0  # weight for a head that predicts acceptance rates: `expected` of its `sequential`
+    selector_weight: float = 0.0  # weight of a selector's cross-entropy over candidates: `scores` of its `sequential`
     rate: float = 1e-3
     schedule: str = SCHEDULES[0]
     floor: float = 0.02
@@ -31,13 +31,13 @@ class TrainingOptions:
     weight_decay: float = 0.01
     clip: float = 1.0
     batch: int = 32  # rows per request of `prompts`
-    rows: int = 8  # rows per lesson
-    accumulate: int = 1  # lessons of an update, over all processes; at least one of each
+    rows: int = 8  # rows per training batch
+    accumulate: int = 1  # training batches per update, over all processes; at least one each
     group: int = 16
     reuse: int = 4
     seed: int = 0
     save_every: int = 200
-    keep: int = 1  # newest checkpoints; the best one of validations is kept beside them
+    keep: int = 1  # number of newest checkpoints to keep, in addition to the best one
     validate_every: int = 0
     autocast: bool = False  # bfloat16 matrix products
 
@@ -54,19 +54,19 @@ class TrainingOptions:
             raise ValueError(f"schedule: got {self.schedule!r}, expected one of {', '.join(SCHEDULES)}")
 
     def batches(self, lessons: int) -> int:
-        """Requests in a group of each of so many streams, the lessons of an update."""
+        """Return the number of requests of each stream in a group, given the training batches per update."""
         return math.ceil(self.group / lessons)
 
     def parts(self, lessons: int) -> int:
-        """Steps of an epoch over a group."""
+        """Return the number of steps of an epoch over a group."""
         return self.batches(lessons) * math.ceil(self.batch / self.rows)
 
     def loss_at(self, step: int) -> str:
-        """The name of the loss of a step."""
+        """Return the name of the loss at a step."""
         return "soft_ce" if step < self.opening * self.steps else self.loss
 
     def rate_at(self, step: int) -> float:
-        """The learning rate of a step: linear warm-up, then the schedule."""
+        """Return the learning rate at a step: linear warm-up, then the schedule."""
         rising = round(self.warm_up * self.steps)
         if step < rising:
             return self.rate * (step + 1) / rising

@@ -1,7 +1,7 @@
-"""Recorded answers on disk: a target answers once, for many trainings.
+"""Recorded answers on disk, so that a target answers once for many training runs.
 
-A file of safetensors holds the answers to one request and is written in one move: a run that was cut off goes on with
-those that are whole. What is read is bit for bit what was recorded.
+A safetensors file holds the answers to one request and is written in one move. An interrupted run continues with the
+complete files. Answers are read bit for bit as they were recorded.
 """
 
 from __future__ import annotations
@@ -25,14 +25,17 @@ from visspec.train.capture import identity
 from visspec.types import TrainingBatch
 
 SETTINGS = "store.json"
-NUMBERS = ("prompt_length", "lengths", "width", "reach")  # fields of a batch that are no tensors
+NUMBERS = ("prompt_length", "lengths", "width", "reach")  # fields of a batch that are not tensors
 
 
 class Store:
-    """Answers in a folder, by the number of their request.
+    """Answers in a folder, by the number of their request. Raises ValueError for a folder with other content.
 
-    settings: what the answers depend on. Raises ValueError for a folder of other answers, or of something else.
-    law: the target's law of states (`TrainingBatch.law`) in these requests, asked for once.
+    Args:
+        folder: The folder.
+        settings: Everything that the answers depend on.
+        law: Returns the target's `TrainingBatch.law` for these requests; called once.
+        device: Where answers are loaded.
     """
 
     def __init__(
@@ -43,14 +46,14 @@ class Store:
         device: torch.device,
     ):
         self.folder, self.device, self._law = Path(folder), device, functools.cache(law)
-        there = {path.name for path in self.folder.glob("[!.]*")}  # hidden ones are of another process, half written
+        there = {path.name for path in self.folder.glob("[!.]*")}  # hidden files are being written by another process
         if (self.folder / SETTINGS).is_file():
             found = read_json(self.folder, SETTINGS)
             for name, value in json.loads(json.dumps(settings)).items():
                 if found.get(name) != value:
                     raise ValueError(f"store: got {name} {value!r}, expected {found.get(name)!r} as in {folder}")
         elif there:
-            raise ValueError(f"store: got {folder}, which holds something else, expected a folder of its own")
+            raise ValueError(f"store: {folder} has other content. Choose another folder.")
         else:
             write_json(self.folder / SETTINGS, settings)
 
@@ -58,7 +61,7 @@ class Store:
         return self.folder / f"answers-{number:08d}.safetensors"
 
     def answers(self, number: int, record: Callable[[], TrainingBatch]) -> TrainingBatch:
-        """The answers to a request: those that are there, else those that `record` returns, which are kept."""
+        """Return the stored answers to a request, or those that `record` returns, which are then stored."""
         path = self.path(number)
         if not path.is_file():
             batch = record()
@@ -68,22 +71,22 @@ class Store:
             known = json.loads(file.metadata()["batch"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         law = identity if known.pop("distributions") else self._law()
-        assert law is not None  # it was there when the states were recorded
+        assert law is not None  # existed when the states were recorded
         hosts = {f"host_{name}": tensors[name].cpu() if name in tensors else None for name in ("ids", "attention")}
         absent = dict.fromkeys(("attention", "embeddings"))
         return TrainingBatch(**{**absent, **tensors, **hosts, **known, "law": law})
 
     def check_space(self, requests: int, rows: int) -> str:
-        """A sentence on the size of the answers to requests of so many rows, of which the first is there. Raises
-        ValueError if the disk has less room.
+        """Return a sentence on the size of the answers to `requests` requests of `rows` rows, given the first one.
+        Raises ValueError if the disk has too little space.
         """
         size = self.path(0).stat().st_size
         there = sum(1 for _ in self.folder.glob("answers-*.safetensors"))
         free = shutil.disk_usage(self.folder).free
         if (wanted := size * max(requests - there, 0)) > free:
-            raise ValueError(f"store: got {wanted / 1e9:,.1f} GB to write, expected at most the {free / 1e9:,.1f} free")
+            raise ValueError(f"store: {wanted / 1e9:,.1f} GB are needed, but only {free / 1e9:,.1f} are free.")
         return (
-            f"{self.folder} keeps {size / rows / 1e6:,.2f} MB an answer, {size * requests / 1e9:,.2f} GB of"
+            f"{self.folder} keeps {size / rows / 1e6:,.2f} MB per answer, {size * requests / 1e9:,.2f} GB for"
             f" {requests * rows:,} answers in all"
         )
 

@@ -1,5 +1,6 @@
-"""Captions of rendered shapes, in the words that the included captioner was trained on: what it says when it decodes
-greedily and is right. Words and marks are lower case and separated by spaces.
+"""Captions of rendered shapes, in the words on which the included captioner was trained.
+
+A caption is what the captioner should say in greedy decoding. Words and marks are lower case and separated by spaces.
 """
 
 from visspec.toys.world.scene import GRID, Scene
@@ -36,7 +37,7 @@ LOWER_ROW = (
 
 
 def caption(scene: Scene) -> str:
-    """The caption of a scene: number of shapes, ground, then every shape in raster order."""
+    """Return the caption of a scene: number of shapes, ground, then every shape in raster order."""
     things = scene.things
     out = [f"this picture shows {NUMBERS[len(things)]} shapes in all ."]
     out.append(f"the ground behind them is a {scene.ground} grey .")

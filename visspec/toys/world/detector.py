@@ -1,12 +1,12 @@
 """Exact detector of rendered shapes by analysis by synthesis: blobs are matched to rendered templates.
 
-1. Noise is estimated from the colour differences (grounds are grey) and smoothed away when it is strong.
-2. Pixels nearer to a palette colour than to the grey ground, in Lab, form 8-connected components; a component with two
+1. Noise is estimated from colour differences (grounds are grey) and smoothed away if it is strong.
+2. Pixels nearer to a palette colour than to the grey ground, in Lab, form 8-connected components. A component with two
    frequent colours is split.
-3. A component's soft coverage is the pixels' projection on the line from canvas to colour. Every class is fitted over
-   centre and radius with the renderer's own anti-aliased templates; the score is the soft intersection over union.
+3. A component's soft coverage is the projection of its pixels on the line from canvas to colour. Every class is fitted
+   over centre and radius with the renderer's own anti-aliased templates; the score is the soft intersection over union.
    If it is intermediate, templates of lower resolution are tried as well, for images that lost resolution.
-4. Pixels not explained by an accepted template are counted; an image with too many of them is refused.
+4. Pixels that no accepted template explains are counted; an image with too many of them is refused.
 
 "Exact" is a tested claim about clean renders.
 """
@@ -26,9 +26,9 @@ from visspec.toys.world.palette import CANVAS_RGB, CLASSES, NAMES, PALETTE_RGB, 
 from visspec.toys.world.render import coverage, inside
 
 STEPS = 4  # templates are fitted on a grid of a quarter of a pixel, in centre and in radius
-TEXTURE = 30  # grey values a ground may differ from the canvas
-OFF_PALETTE = 22.0  # Lab distance above which a colour is none of the ten
-FOREIGN = 30.0  # Lab distance from the background above which a pixel is foreground
+TEXTURE = 30  # maximum difference between ground and canvas in grey values
+OFF_PALETTE = 22.0  # colours with a larger Lab distance are none of the ten
+FOREIGN = 30.0  # pixels with a larger Lab distance from the background are foreground
 BLUR = ((6.0, 0.0), (20.0, 0.6), (np.inf, 0.9))  # noise below x grey levels: smooth by sigma y pixels
 SHARP, HOPELESS = 0.85, 0.45  # components with scores between these are tried with blurred templates
 SOFT = (0.7, 1.1)  # sigmas of the blurred templates in pixels, for example for JPEG's chroma subsampling
@@ -59,7 +59,7 @@ class Analysis:
 
 @cache
 def _moments(kind: str) -> tuple[float, float, tuple[float, float, float, float]]:
-    """Area, centroid's y and bounding box (x0, y0, x1, y1) of a class's unit template, measured on a fine grid."""
+    """Measure area, centroid's y and bounding box (x0, y0, x1, y1) of a class's unit template on a fine grid."""
     axis = (np.arange(1200) + 0.5) / 500 - 1.2
     mask = inside(kind, axis[None, :], axis[:, None])
     rows, columns = np.nonzero(mask)
@@ -69,7 +69,7 @@ def _moments(kind: str) -> tuple[float, float, tuple[float, float, float, float]
 
 
 def gaussian_blur(image: np.ndarray, sigma: float) -> np.ndarray:
-    """Gaussian blur of an array (height, width, ...) with edge padding; sigma in pixels, 0 returns the input."""
+    """Blur an array (height, width, ...) with edge padding; sigma is in pixels, 0 returns the input."""
     if sigma <= 0:
         return image
     reach = max(1, ceil(3 * sigma))
@@ -85,13 +85,13 @@ def gaussian_blur(image: np.ndarray, sigma: float) -> np.ndarray:
 
 
 def _largest(values: np.ndarray) -> np.ndarray:
-    """The largest of each number and its eight neighbours, float64 (height, width)."""
+    """Return the maximum over each pixel and its eight neighbours, float64 (height, width)."""
     return F.max_pool2d(torch.from_numpy(values.astype(float))[None], 3, 1, 1)[0].numpy()
 
 
 def components(mask: np.ndarray) -> tuple[np.ndarray, int]:
-    """Labels int32 (height, width) of 8-connected components, 0 outside, 1..n inside by their first pixels, and n."""
-    mark = np.where(mask, np.arange(mask.size, 0, -1.0).reshape(mask.shape), 0)  # the first has the largest
+    """Return labels int32 (height, width) of 8-connected components, 0 outside, 1..n by first pixel, and n."""
+    mark = np.where(mask, np.arange(mask.size, 0, -1.0).reshape(mask.shape), 0)  # the first pixel has the largest value
     while not np.array_equal(spread := np.where(mask, _largest(mark), 0), mark):
         mark = spread
     firsts = np.unique(-mark[mask])
@@ -99,24 +99,24 @@ def components(mask: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def grow(mask: np.ndarray) -> np.ndarray:
-    """A mask dilated by one pixel in eight directions."""
+    """Dilate a mask by one pixel in eight directions."""
     return _largest(mask) > 0
 
 
 def shrink(mask: np.ndarray) -> np.ndarray:
-    """A mask eroded by one pixel in eight directions; outside the image counts as outside the mask."""
+    """Erode a mask by one pixel in eight directions; outside the image counts as outside the mask."""
     return ~_largest(np.pad(~mask, 1, constant_values=True))[1:-1, 1:-1].astype(bool)
 
 
 def _core(mask: np.ndarray) -> np.ndarray:
-    """The interior pixels of a mask; all of it if these are few."""
+    """Return the interior pixels of a mask; all of it if these are few."""
     inner = shrink(mask)
     return inner if inner.sum() >= 6 else mask
 
 
 @lru_cache(maxsize=8192)
 def _template(kind: str, fx: int, fy: int, radius: int, sigma: float) -> np.ndarray:
-    """Coverage around an integer pixel, (2h+1, 2h+1); the centre is fx, fy and the radius `radius` quarter pixels."""
+    """Return coverage (2h+1, 2h+1) around an integer pixel; fx, fy and `radius` are in quarter pixels."""
     h = ceil(radius / STEPS) + 1 + ceil(2 * sigma)
     out = coverage(kind, h + fx / STEPS, h + fy / STEPS, radius / STEPS, 2 * h + 1, 2 * h + 1)
     out = gaussian_blur(out, sigma)
@@ -125,7 +125,7 @@ def _template(kind: str, fx: int, fy: int, radius: int, sigma: float) -> np.ndar
 
 
 class _TemplateFit:
-    """Soft coverage of one component, padded, and the search for the best matching template."""
+    """Soft coverage of one padded component, and the search for the best matching template."""
 
     def __init__(self, alpha: np.ndarray, sigma: float, radii: tuple[int, int]):
         self.margin = ceil(radii[1] / STEPS) + 4 + ceil(2 * sigma)
@@ -138,14 +138,16 @@ class _TemplateFit:
         self.seen: dict[tuple[str, int, int, int], float] = {}
 
     def start(self, kind: str) -> tuple[int, int, int]:
-        """Centre and radius, in quarter pixels of the padded window, from area and centroid."""
+        """Estimate centre and radius, in quarter pixels of the padded window, from area and centroid."""
         area, cy, _ = _moments(kind)
         radius = (self.total / area) ** 0.5
         q = min(max(round(radius * STEPS), self.radii[0]), self.radii[1])
         return round(self.x * STEPS), round((self.y - cy * radius) * STEPS), q
 
     def score(self, kind: str, x: int, y: int, radius: int) -> float:
-        """Soft intersection over union of the component and a template; 0 where the template leaves the window."""
+        """Return the soft intersection over union of the component and a template; 0 if the template leaves the
+        window.
+        """
         key = (kind, x, y, radius)
         if key in self.seen:
             return self.seen[key]
@@ -179,7 +181,7 @@ class _TemplateFit:
         return at
 
     def best(self) -> tuple[float, str, tuple[int, int, int]]:
-        """(score, class, position) of the best template: coarse for all classes, fine for the three best."""
+        """Return (score, class, position) of the best template: coarse for all classes, fine for the best three."""
         coarse = []
         for kind in CLASSES:
             at = self.refine(kind, self.start(kind), 2)
@@ -193,9 +195,8 @@ class _TemplateFit:
 
 
 def noise_level(rgb: np.ndarray) -> float:
-    """Standard deviation of independent pixel noise, in grey levels, from diagonal differences of R-G and G-B.
-
-    A grey background cancels; the median over the image ignores the edges of shapes.
+    """Estimate the standard deviation of pixel noise in grey levels, from diagonal differences of R-G and G-B. A grey
+    background cancels, and the median over the image ignores the edges of shapes.
     """
     chroma = np.stack([rgb[..., 0] - rgb[..., 1], rgb[..., 1] - rgb[..., 2]])
     high = chroma[:, :-1, :-1] - chroma[:, :-1, 1:] - chroma[:, 1:, :-1] + chroma[:, 1:, 1:]
@@ -203,18 +204,18 @@ def noise_level(rgb: np.ndarray) -> float:
 
 
 class WorldDetector:
-    """What the detectors of both worlds are in GenEval's terms: they find all that there is and score it themselves."""
+    """Base class of the detectors of both worlds for GenEval. They find and score everything themselves."""
 
     name: str
     original = False
 
     def threshold(self, tag: str) -> float:
-        """The same for all tasks; the least score has already been applied."""
+        """Return the same value for all tasks, since the minimum score has already been applied."""
         return 0.0
 
 
 def pixels_of(image: np.ndarray | Image.Image) -> np.ndarray:
-    """float32 (height, width, 3) of an RGB image: PIL, or uint8 or float 0..255 of that shape, else ValueError."""
+    """Return float32 (height, width, 3) of an RGB image (PIL, uint8 or float 0..255), else raise ValueError."""
     rgb = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image, np.float32)
     if rgb.ndim != 3 or rgb.shape[2] != 3 or min(rgb.shape[:2]) < 32:
         raise ValueError(f"image: got shape {rgb.shape}, expected (height, width, 3) with sides of at least 32")
@@ -222,10 +223,9 @@ def pixels_of(image: np.ndarray | Image.Image) -> np.ndarray:
 
 
 class ShapeDetector(WorldDetector):
-    """Finds the shapes of one square image; radii are fractions of its side, as in the renderer.
-
-    `score` is the least intersection over union, `max_unexplained` the share of unexplained pixels above which
-    `detect` refuses the image. The default radii are those of the suite's scenes; caption scenes have (0.07, 0.135).
+    """Finds the shapes of a square image. Radii are fractions of its side, as in the renderer. `score` is the minimum
+    intersection over union, `max_unexplained` the share of unexplained pixels above which `detect` refuses the image.
+    The default radii are those of the suite's scenes; caption scenes have (0.07, 0.135).
     """
 
     name = "shapes"
@@ -238,7 +238,7 @@ class ShapeDetector(WorldDetector):
         self.fingerprint = digest("shapes-1", min_radius, max_radius, score, max_unexplained)
 
     def detect(self, image: Image.Image) -> DetectionResult:
-        """All shapes of the image, of whatever classes; refused if too many pixels are unexplained."""
+        """Return all shapes of the image, of any class; refused if too many pixels are unexplained."""
         seen = self.analyse(image)
         detections = tuple(
             Detection(s.label, s.score, s.box, mask > 0.5, s.colour if s.off_palette < OFF_PALETTE else UNKNOWN)
@@ -250,7 +250,7 @@ class ShapeDetector(WorldDetector):
         return DetectionResult(detections, reason)
 
     def analyse(self, image: np.ndarray | Image.Image) -> Analysis:
-        """Shapes and unexplained share of an image, as `pixels_of` reads it."""
+        """Return the shapes and the unexplained share of an image (`pixels_of`)."""
         rgb = pixels_of(image)
         noise = noise_level(rgb)
         sigma = next(s for limit, s in BLUR if noise < limit)
@@ -271,14 +271,14 @@ class ShapeDetector(WorldDetector):
 
     @staticmethod
     def _ground_distance(pixels: np.ndarray) -> np.ndarray:
-        """Lab distance to the nearest grey within TEXTURE of the canvas, (height, width)."""
+        """Return the Lab distance (height, width) to the nearest grey within TEXTURE of the canvas."""
         ends = lab(np.stack([CANVAS_RGB - TEXTURE, CANVAS_RGB + TEXTURE]))[:, 0]
         lightness = pixels[..., 0]
         beyond = np.maximum(ends[0] - lightness, 0) + np.maximum(lightness - ends[1], 0)
         return np.sqrt(beyond**2 + pixels[..., 1] ** 2 + pixels[..., 2] ** 2)
 
     def _parts(self, front: np.ndarray, distance: np.ndarray, side: int) -> list[tuple[np.ndarray, int]]:
-        """(mask, colour index) of every component that is large enough, split where two colours are frequent."""
+        """Return (mask, colour index) of every large component, split if two colours are frequent."""
         least = 0.25 * min(_moments(kind)[0] for kind in CLASSES) * (self.min_radius * side) ** 2
         nearest_colour = distance.argmin(-1)
         labels, n = components(front)
@@ -303,7 +303,7 @@ class ShapeDetector(WorldDetector):
     def _explain(
         self, rgb: np.ndarray, mask: np.ndarray, colour: int, sigma: float, side: int
     ) -> tuple[Shapelike, np.ndarray] | None:
-        """The template of a component and its coverage of the image, or None if the score is too low."""
+        """Return the template of a component and its coverage of the image, or None if the score is too low."""
         wide = grow(mask)
         rows, columns = np.nonzero(wide)
         top, bottom, left, right = rows.min(), rows.max() + 1, columns.min(), columns.max() + 1
@@ -337,7 +337,7 @@ class ShapeDetector(WorldDetector):
 
     @staticmethod
     def _coloured(shape: Shapelike, template: np.ndarray, pixels: np.ndarray) -> Shapelike:
-        """A shape with its colour measured again: the median over the fully covered pixels."""
+        """Return a shape with its colour measured again: the median over fully covered pixels."""
         core = _core(template > 0.999)
         if not core.any():
             return shape
@@ -349,7 +349,7 @@ class ShapeDetector(WorldDetector):
     def _unexplained(
         front: np.ndarray, distance: np.ndarray, shapes: Sequence[Shapelike], templates: np.ndarray
     ) -> float:
-        """Share of foreground pixels outside all templates, or well inside one and of another colour."""
+        """Return the share of foreground pixels outside all templates, or well inside one and of another colour."""
         wrong = front.copy()
         for template in templates:
             wrong &= ~grow(template > 0.01)

@@ -1,4 +1,4 @@
-"""Names and colours of the shape world, and CIE Lab (D65), in which colours of rendered shapes are compared."""
+"""Names and colours of the shape world, and CIE Lab (D65), in which rendered colours are compared."""
 
 import numpy as np
 
@@ -32,7 +32,7 @@ _FROM_SRGB = (_TO_XYZ / np.array([[0.95047], [1.0], [1.08883]])).T.astype(np.flo
 
 
 def lab(rgb: np.ndarray) -> np.ndarray:
-    """CIE Lab float32 (..., 3) of sRGB values 0..255 (..., 3), white point D65 (IEC 61966-2-1, CIE 15)."""
+    """Convert sRGB values 0..255 (..., 3) to CIE Lab float32 (..., 3), white point D65 (IEC 61966-2-1, CIE 15)."""
     v = np.clip(np.asarray(rgb, np.float32) / 255, 0, 1)
     linear = np.where(v <= 0.04045, v / 12.92, ((v + 0.055) / 1.055) ** 2.4)
     xyz = linear @ _FROM_SRGB
@@ -47,6 +47,6 @@ PALETTE_LAB = lab(PALETTE_RGB)
 
 
 def to_palette(pixels_lab: np.ndarray) -> np.ndarray:
-    """Lab distance of every pixel (..., 3) to the ten colours, float32 (..., 10) in the order of COLOURS."""
+    """Return the Lab distance of every pixel (..., 3) to the ten colours, float32 (..., 10) in the order of COLOURS."""
     squares = (pixels_lab**2).sum(-1)[..., None] + (PALETTE_LAB**2).sum(-1) - 2 * pixels_lab @ PALETTE_LAB.T
     return np.sqrt(np.maximum(squares, 0))

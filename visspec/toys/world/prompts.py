@@ -1,4 +1,4 @@
-"""Pictures of GenEval prompts in the shape world: one to four shapes that show exactly what a prompt says.
+"""Pictures of GenEval prompts in the shape world: one to four shapes that show exactly what a prompt describes.
 
 A prompt is GenEval's metadata (Ghosh et al. 2023, arXiv 2310.11513): {"tag", "include": [{"class", "count", "color"?,
 "position"?}], "exclude"?, "prompt"}.
@@ -15,17 +15,17 @@ from visspec.toys.world.scene import Scene, Shape
 
 # Fractions of the side.
 RADIUS = (0.11, 0.16)
-GAP = 0.04  # between the boxes of two shapes
+GAP = 0.04  # minimum gap between the boxes of two shapes
 MARGIN = 0.02
 
 
 def paint(prompt: Mapping[str, Any], rng: np.random.Generator, side: int) -> np.ndarray:
-    """A random picture of what a prompt says, uint8 (side, side, 3)."""
+    """Draw a random picture of a prompt, uint8 (side, side, 3)."""
     return render(scene_of(prompt, rng), side)
 
 
 def scene_of(prompt: Mapping[str, Any], rng: np.random.Generator) -> Scene:
-    """A random scene that matches a prompt exactly."""
+    """Return a random scene that matches a prompt exactly."""
     items = [(item["class"], item.get("color")) for item in prompt["include"] for _ in range(item["count"])]
     relation = next((item["position"][0] for item in prompt["include"] if "position" in item), None)
     placed = _placements(len(items), relation, rng)
@@ -36,7 +36,7 @@ def scene_of(prompt: Mapping[str, Any], rng: np.random.Generator) -> Scene:
 
 
 def _placements(count: int, relation: str | None, rng: np.random.Generator) -> list[tuple[float, float, float]]:
-    """Centre and radius of every object; the second stands in the relation to the first."""
+    """Return centre and radius of every object; the second has the relation to the first."""
     while True:
         placed: list[tuple[float, float, float]] = []
         for _ in range(count):
@@ -50,7 +50,7 @@ def _placements(count: int, relation: str | None, rng: np.random.Generator) -> l
 
 
 def _holds(relation: str, subject: tuple[float, ...], reference: tuple[float, ...]) -> bool:
-    """Whether two centres are a clear example of a relation: the other axis differs by less than half as much."""
+    """Return whether two centres clearly show a relation: the other axis differs by less than half as much."""
     dx, dy = subject[0] - reference[0], subject[1] - reference[1]
     main, cross = {"left of": (-dx, dy), "right of": (dx, dy), "above": (-dy, dx), "below": (dy, dx)}[relation]
     return main > 0 and abs(cross) < main / 2

@@ -1,4 +1,4 @@
-"""Renders scenes: supersampled coverage templates of the eight classes, and textured backgrounds.
+"""Rendering of scenes: supersampled coverage templates of the eight classes, and textured backgrounds.
 
 A template is defined in the unit frame of its shape: (0, 0) is the centre, 1 is the radius, y points down.
 """
@@ -18,7 +18,7 @@ _STAR_EDGE = float(np.cos(np.deg2rad(72)))
 
 
 def inside(kind: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Boolean membership of points (x, y), any broadcastable shapes, in the unit template of a class."""
+    """Return whether points (x, y), of any broadcastable shapes, are in the unit template of a class."""
     ax, ay = np.abs(x), np.abs(y)
     if kind == "circle":
         return x * x + y * y <= 1
@@ -40,7 +40,7 @@ def inside(kind: str, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def coverage(kind: str, x: float, y: float, radius: float, height: int, width: int) -> np.ndarray:
-    """Fraction of each pixel covered by a shape, float32 (height, width); x, y, radius in pixels, centre anywhere."""
+    """Return the fraction of each pixel covered by a shape, float32 (height, width); x, y and radius are in pixels."""
     s = SUPERSAMPLE
     px = ((np.arange(width * s, dtype=np.float32) + 0.5) / s - x) / radius
     py = ((np.arange(height * s, dtype=np.float32) + 0.5) / s - y) / radius
@@ -49,7 +49,9 @@ def coverage(kind: str, x: float, y: float, radius: float, height: int, width: i
 
 
 def ground(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Ground of one kind, float32 (size, size, 3) in 0..255, mean near CANVAS; patterns scale with the canvas."""
+    """Return a ground of one kind, float32 (size, size, 3) in 0..255, mean near CANVAS; patterns scale with the
+    canvas.
+    """
     canvas = np.broadcast_to(np.asarray(CANVAS, np.float32), (size, size, 3)).copy()
     if kind == "plain":
         return canvas
@@ -67,7 +69,7 @@ def ground(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def render(scene: Scene, size: int = 96) -> np.ndarray:
-    """Pixels of a scene, uint8 (size, size, 3), sRGB; later shapes lie over earlier ones."""
+    """Return the pixels of a scene, uint8 (size, size, 3), sRGB. Later shapes cover earlier ones."""
     image = ground(scene.ground, size, np.random.default_rng(scene.texture_seed))
     for shape in scene.things:
         x, y, radius = shape.x * size, shape.y * size, shape.radius * size

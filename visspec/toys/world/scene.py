@@ -1,4 +1,4 @@
-"""Scenes of the shape world: a few coloured shapes in distinct cells of a 3x3 layout, and how they are sampled.
+"""Scenes of the shape world and their sampling: a few coloured shapes in distinct cells of a 3x3 layout.
 
 Lengths are fractions of the canvas side, the origin is the top left corner, y points down.
 """
@@ -15,32 +15,32 @@ RADIUS_JITTER = 0.005  # small is below 0.08, large above 0.125: they don't over
 CENTRE_JITTER = 0.025
 COUNTS = (3, 4, 5, 6)
 
-HELD_OUT_SEED = 1 << 30  # seeds below it are for training, seeds from it on for held-out scenes
+HELD_OUT_SEED = 1 << 30  # smaller seeds are for training, others for held-out scenes
 
 
 class PlacedThing:
-    """What stands somewhere on a canvas."""
+    """An object with a place on a canvas."""
 
     x: float
     y: float
 
     @property
     def cell(self) -> int:
-        """Index 0..8 of the layout cell that holds the centre, in raster order; of the nearest cell if none does."""
+        """Index 0..8 of the layout cell that holds the centre, or of the nearest cell, in raster order."""
         column, row = (min(GRID - 1, max(0, int(v * GRID))) for v in (self.x, self.y))
         return row * GRID + column
 
 
 @dataclass(frozen=True)
 class Scene:
-    """Things in raster order on one ground; `texture_seed` fixes the ground's pixels."""
+    """Objects in raster order on one ground. `texture_seed` determines the ground's pixels."""
 
     things: tuple
     ground: str = "plain"
     texture_seed: int = 0
 
     def at(self, cell: int):
-        """What is in a layout cell, or None."""
+        """Return the object in a layout cell, or None."""
         return next((thing for thing in self.things if thing.cell == cell), None)
 
 
@@ -61,8 +61,8 @@ class Shape(PlacedThing):
 
 
 def scene_from_seed(seed: int) -> Scene:
-    """The scene number `seed`: count, cells, ground and every attribute are uniform; shapes are in raster order. Scenes
-    from HELD_OUT_SEED on are held out.
+    """Return scene number `seed`: count, cells, ground and every attribute are uniform, with shapes in raster order.
+    Scenes from HELD_OUT_SEED on are held out.
     """
     rng = np.random.default_rng(seed)
     choices = [(colour, kind) for kind in CLASSES for colour in COLOURS]

@@ -1,6 +1,6 @@
 """The pictures of the emoji world: tiles of one image file and their names.
 
-The pictures are Google's Noto Color Emoji, under the SIL Open Font License 1.1 (OFL.txt beside this file).
+The pictures are Google's Noto Color Emoji, under the SIL Open Font License 1.1 (OFL.txt next to this file).
 """
 
 import json
@@ -12,14 +12,14 @@ from PIL import Image
 
 FOLDER = Path(__file__).parent
 IMAGE, NAMES = "atlas.webp", "atlas.json"
-TILE = 64  # pixels a side; the longer side of a picture fills its tile but for a pixel on each side
+TILE = 64  # side in pixels; the longer side of a picture leaves a margin of one pixel on each side
 COLUMNS = 32
-DIGEST = "bf72b705405db9fb82736d0fd1428dd26f0c49d635d0c8c1c9a2d51c52b2ee31"  # of the files that belong to this version
+DIGEST = "bf72b705405db9fb82736d0fd1428dd26f0c49d635d0c8c1c9a2d51c52b2ee31"  # of the files of this version
 
 
 @cache
 def tiles() -> dict[str, Image.Image]:
-    """Tiles (RGBA, TILE pixels a side) by name, read once."""
+    """Return the tiles (RGBA, TILE pixels a side) by name, read once."""
     names = json.loads((FOLDER / NAMES).read_text(encoding="utf-8"))["names"]
     with Image.open(FOLDER / IMAGE, formats=["WEBP"]) as stored:
         page = stored.convert("RGBA")
@@ -29,13 +29,13 @@ def tiles() -> dict[str, Image.Image]:
 
 @cache
 def names() -> tuple[str, ...]:
-    """Every name, in the order of the code points."""
+    """Return every name, in the order of the code points."""
     return tuple(tiles())
 
 
 @cache
 def premultiplied_tiles() -> np.ndarray:
-    """All tiles, float32 (pictures, TILE, TILE, 4): colours 0..255 times coverage, and coverage 0..1."""
+    """Return all tiles, float32 (pictures, TILE, TILE, 4): colours 0..255 times coverage, and coverage 0..1."""
     every = np.stack([np.asarray(tile, np.float32) for tile in tiles().values()])
     alpha = every[..., 3:] / 255
     return np.concatenate([every[..., :3] * alpha, alpha], -1)

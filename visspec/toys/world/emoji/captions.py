@@ -1,4 +1,4 @@
-"""Captions of scenes of the emoji world, in the words that its captioner was trained on."""
+"""Captions of scenes of the emoji world, in the words on which its captioner was trained."""
 
 from visspec.toys.world.captions import FIRST, NUMBERS, PLACES
 from visspec.toys.world.emoji.scene import EmojiScene
@@ -8,8 +8,8 @@ SAME_ROW, LOWER_ROW = "to the right of it , {p} , we see {d} .", "lower down , {
 
 
 def caption(scene: EmojiScene) -> str:
-    """The caption of a scene: number of pictures, ground, every picture in raster order, and how the first and the last
-    stand to each other.
+    """Return the caption of a scene: number, ground, every picture in raster order, and the relation of first and
+    last.
     """
     things = scene.things
     out = [f"this scene shows {NUMBERS[len(things)]} picture{'s' * (len(things) != 1)} ."]

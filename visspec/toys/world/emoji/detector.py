@@ -1,14 +1,15 @@
-"""Detector of the emoji world: matched filters of every picture of the atlas, then analysis by synthesis.
+"""Detector of the emoji world: matched filters for every picture of the atlas, then analysis by synthesis.
 
 1. The image is scaled so that pictures of each side of LADDER become GLIMPSE pixels wide. At every place, every picture
-   at two turns is compared with the pixels under it, over a ground of whatever colour fits best (closed form).
-2. Where that explains most, the best RIVALS pictures are fitted over place, side and turn at a finer resolution, over a
-   ground with a slope. The one with the smallest residual is what is there; its score is the share of the pixels'
-   variance that it explains, noise taken off.
-3. A picture that fits half well is fitted softer, too: images that were compressed or halved have lost detail.
-4. The place is done with, and the next best one follows, until nothing is left to explain.
+   at two turns is compared with the pixels under it, over a ground of the best-fitting colour (closed form).
+2. At the place where this explains most, the best RIVALS pictures are fitted over place, side and turn at a finer
+   resolution, over a ground with a slope. The one with the smallest residual is detected. Its score is the share of the
+   pixels' variance that it explains, without noise.
+3. A picture with an intermediate fit is also fitted with softer tiles, because compressed or halved images have lost
+   detail.
+4. The place is removed, and the next best one follows, until nothing is left to explain.
 
-Shapes below: P places, T templates, K rivals, R = FINE pixels a side.
+Shapes: P places, T templates, K rivals, R = FINE pixels a side.
 """
 
 from collections.abc import Sequence
@@ -27,28 +28,27 @@ from visspec.toys.world.detector import WorldDetector, pixels_of
 from visspec.toys.world.emoji.atlas import DIGEST, names, premultiplied_tiles
 from visspec.toys.world.emoji.render import stamp_on
 
-GLIMPSE, WINDOW = 10, 12  # pixels a side of a tile, and of what is compared, in the first step
+GLIMPSE, WINDOW = 10, 12  # side in pixels of a tile, and of the compared window, in the first step
 TURNS = (-7.5, 7.5)
 LADDER = tuple(0.185 * 1.2**i for i in range(8))  # sides of tiles as fractions of the image's
-KEPT = 96  # principal directions of windows that the first step compares, of colours; a third of them of coverage
+KEPT = 96  # principal directions of windows in the first step, for colours; a third of them for coverage
 GREY = 128.0
-FAINT = 40.0  # variance, of three channels' sum in grey levels squared, below which a window is taken for ground
+FAINT = 40.0  # windows with less variance, summed over channels in grey levels squared, are ground
 RIVALS = 48
-FINE, AROUND = 28, 1.24  # pixels a side, and tile sides, of what the second step compares
+FINE, AROUND = 28, 1.24  # side of the compared window in the second step, in pixels and in tile sides
 STEPS = 9
-SOFT, SHARP = (1, 3), 0.92  # pictures with a lower score are fitted with softer tiles, too
-LEAST_SOFT = 0.78  # score of those
+SOFT, SHARP = (1, 3), 0.92  # pictures with a lower score are also fitted with softer tiles
+LEAST_SOFT = 0.78  # minimum score of those
 EDGE = 4  # transparent pixels around the tiles of the second step
-MOST = 8  # pictures in an image
+MOST = 8  # maximum number of pictures in an image
 TRIES = 16
 
 
 @dataclass(frozen=True)
 class Bank:
-    """Templates of the first step: their windows' colours and coverage projected on a few directions.
-
-    colour (kept, T) with basis (3 W W, kept); cover (kept, T) with basis (W W, kept) of 1 - coverage; energy (T) of the
-    colours; ground (3, T), their product with 1 - coverage; room (T), the energy of 1 - coverage.
+    """Templates of the first step: colours and coverage of their windows, projected on a few directions. `colour`
+    (kept, T) has the basis (3 W W, kept); `cover` (kept, T), of 1 - coverage, has the basis (W W, kept). `energy` (T)
+    is that of the colours, `ground` (3, T) their product with 1 - coverage, `room` (T) the energy of 1 - coverage.
     """
 
     colour_basis: torch.Tensor
@@ -61,7 +61,7 @@ class Bank:
 
 
 def _windows() -> np.ndarray:
-    """Every picture at both turns in the middle of a window, premultiplied, float32 (T, WINDOW, WINDOW, 4)."""
+    """Return every picture at both turns in the middle of a window, premultiplied, float32 (T, WINDOW, WINDOW, 4)."""
     out = np.zeros((len(names()) * len(TURNS), WINDOW, WINDOW, 4), np.float32)
     for window, (name, turn) in zip(out, product(names(), TURNS)):
         part, there = stamp_on(WINDOW, name, WINDOW / 2, WINDOW / 2, GLIMPSE, turn)
@@ -70,13 +70,13 @@ def _windows() -> np.ndarray:
 
 
 def _basis(vectors: torch.Tensor, kept: int) -> torch.Tensor:
-    """Principal directions (d, kept) of vectors (n, d), not centred."""
+    """Return principal directions (d, kept) of vectors (n, d), not centred."""
     return torch.linalg.eigh(vectors.T @ vectors)[1][:, -kept:].contiguous()
 
 
 @cache
 def bank() -> Bank:
-    """The package's own templates, made once."""
+    """Return the package's own templates, computed once."""
     windows = torch.from_numpy(_windows())
     cover = 1 - windows[..., 3].flatten(1)
     colour = (windows[..., :3] - GREY * windows[..., 3:]).permute(0, 3, 1, 2).flatten(2)  # (T, 3, W W)
@@ -95,8 +95,8 @@ def bank() -> Bank:
 
 @cache
 def fine_tiles(soft: int = 0) -> torch.Tensor:
-    """All tiles at half size, premultiplied, less GREY, float32 (pictures, 4, side, side); `soft` times smoothed by a
-    binomial of five pixels, with room around them for their edges.
+    """Return all tiles at half size, premultiplied, minus GREY, float32 (pictures, 4, side, side), with margins. They
+    are smoothed `soft` times by a binomial of five pixels.
     """
     small = F.pad(F.avg_pool2d(torch.from_numpy(premultiplied_tiles()).permute(0, 3, 1, 2), 2), (EDGE,) * 4)
     small = torch.cat([small[:, :3] - GREY * small[:, 3:], small[:, 3:]], 1)
@@ -109,7 +109,7 @@ def fine_tiles(soft: int = 0) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class DetectedEmoji:
-    """One picture found: its name, score up to 1, centre, tile side in pixels, and turn in degrees."""
+    """A detected picture: its name, score up to 1, centre, tile side in pixels, and turn in degrees."""
 
     name: str
     score: float
@@ -120,7 +120,7 @@ class DetectedEmoji:
 
     @property
     def box(self) -> tuple[float, float, float, float]:
-        """(x0, y0, x1, y1) of the tile, not turned."""
+        """(x0, y0, x1, y1) of the tile without its turn."""
         half = self.side / 2
         return self.x - half, self.y - half, self.x + half, self.y + half
 
@@ -131,18 +131,18 @@ class Places(NamedTuple):
     x: torch.Tensor
     y: torch.Tensor
     side: torch.Tensor
-    whole: torch.Tensor  # energy there is, in the image's own pixels
-    gain: torch.Tensor  # (P, pictures), energy explained
+    whole: torch.Tensor  # total energy, in the image's own pixels
+    gain: torch.Tensor  # (P, pictures) explained energy
 
 
 def noise_of(pixels: torch.Tensor) -> float:
-    """Standard deviation of independent noise of an image (3, height, width), from diagonal differences."""
+    """Estimate the standard deviation of noise in an image (3, height, width) from diagonal differences."""
     high = pixels[:, :-1, :-1] - pixels[:, :-1, 1:] - pixels[:, 1:, :-1] + pixels[:, 1:, 1:]
     return float(high.abs().median()) / 0.6745 / 2
 
 
 def _glimpse(pixels: torch.Tensor, side: float) -> Places | None:
-    """The first step at one scale; pixels (3, height, width) less GREY, side in pixels."""
+    """Run the first step at one scale; pixels (3, height, width) minus GREY, side in pixels."""
     b, scale = bank(), GLIMPSE / side
     height, width = (round(n * scale) for n in pixels.shape[1:])
     small = F.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True, align_corners=False)
@@ -161,7 +161,7 @@ def _glimpse(pixels: torch.Tensor, side: float) -> Places | None:
     over = (patches @ b.cover_basis).flatten(0, 1) @ b.cover  # (3 P, T): product with 1 - coverage
     ground = (over.view(len(at), 3, -1) - b.ground).square_().sum(1).div_(b.room)
     gain = (patches.flatten(1) @ b.colour_basis) @ b.colour
-    gain.mul_(2).sub_(b.energy).add_(ground)  # less the patch's energy, this is minus the residual
+    gain.mul_(2).sub_(b.energy).add_(ground)  # minus the patch's energy, this is the negative residual
     gain.sub_((mean[at].square().sum(1) / area)[:, None])
     best = gain.unflatten(1, (-1, len(TURNS))).amax(-1) / scale**2
     x, y = ((n.float() + GLIMPSE / 2) / scale for n in (at % columns, at // columns))
@@ -169,14 +169,14 @@ def _glimpse(pixels: torch.Tensor, side: float) -> Places | None:
 
 
 def _around(places: Places, at: int) -> torch.Tensor:
-    """Which places (P) are close to one of them, also in their side."""
+    """Return which places (P) are close to one of them, including their side."""
     reach = 0.3 * places.side[at]
     near = ((places.x - places.x[at]).abs() < reach) & ((places.y - places.y[at]).abs() < reach)
     return near & ((places.side / places.side[at]).log().abs() < 0.5)
 
 
 def _first(pixels: torch.Tensor, sides: Sequence[float]) -> Places | None:
-    """The first step at all scales."""
+    """Run the first step at all scales."""
     parts = [part for side in sides if (part := _glimpse(pixels, side)) is not None]
     if not parts:
         return None
@@ -184,9 +184,8 @@ def _first(pixels: torch.Tensor, sides: Sequence[float]) -> Places | None:
 
 
 class _PoseFit:
-    """The second step: pictures fitted to one place of an image; poses (K, 4) are x, y and log side, and turn.
-
-    x and y are offsets from the place in units of its side, the side is relative to it, turns are radians.
+    """The second step: fits pictures to one place of an image. Poses (K, 4) are x, y, log side, and turn. x and y are
+    offsets from the place in units of its side, the side is relative to it, turns are radians.
     """
 
     def __init__(self, pixels: torch.Tensor, x: float, y: float, side: float):
@@ -195,7 +194,7 @@ class _PoseFit:
         self.v, self.u = torch.meshgrid(axis, axis, indexing="ij")
         grid = torch.stack([(x + self.u * side) * 2 / width - 1, (y + self.v * side) * 2 / height - 1], -1)
         scale = FINE / AROUND / side
-        if scale < 1:  # more pixels than are compared
+        if scale < 1:  # reduces the image to the compared resolution
             pixels = F.interpolate(pixels[None], scale_factor=scale, mode="bilinear", antialias=True)[0]
         self.window = F.grid_sample(pixels[None], grid[None], padding_mode="border", align_corners=False)[0]
         self.inside = (grid.abs() <= 1).all(-1).float()
@@ -206,15 +205,15 @@ class _PoseFit:
 
     @staticmethod
     def _left(pixels: torch.Tensor, basis: torch.Tensor) -> torch.Tensor:
-        """Energy (K) of pixels (K, 3, R, R) that no mixture of the basis (K, n, R, R) explains."""
+        """Return the energy (K) of pixels (K, 3, R, R) that no mixture of the basis (K, n, R, R) explains."""
         flat, spans = pixels.flatten(2), basis.flatten(2)
         gram = spans @ spans.mT + 1e-3 * torch.eye(spans.shape[1])
         product = spans @ flat.mT
         return flat.square().sum((1, 2)) - (product * torch.linalg.solve(gram, product)).sum((1, 2))
 
     def left(self, tiles: torch.Tensor, poses: torch.Tensor) -> torch.Tensor:
-        """Energy (K, n) that tiles (K, 4, side, side) leave in each of their poses (K, n, 4), over a ground with a
-        slope.
+        """Return the energy (K, n) left by tiles (K, 4, side, side) in each of their poses (K, n, 4) over a sloped
+        ground.
         """
         count, each = poses.shape[:2]
         pose = poses.flatten(0, 1)
@@ -227,7 +226,9 @@ class _PoseFit:
         return self._left(self.window - drawn[:, :3], self.slope * (1 - drawn[:, 3:])).view(count, each)
 
     def best(self, picture: torch.Tensor, pose: torch.Tensor) -> tuple[int, torch.Tensor, float]:
-        """(picture, pose, energy left) of the best of K rivals, each fitted by steps that are halved if none helps."""
+        """Return (picture, pose, energy left) of the best of K rivals, each fitted by steps that are halved if none
+        helps.
+        """
         moves = torch.cat([torch.eye(4), -torch.eye(4)])
         width = torch.tensor([0.06, 0.06, 0.1, 0.13]).expand(len(picture), 4)
         tiles = fine_tiles(self.soft)[picture]
@@ -246,9 +247,8 @@ class _PoseFit:
 
 
 class EmojiDetector(WorldDetector):
-    """Finds pictures of the atlas, with GenEval's interface. `score` is the least share of variance explained.
-
-    `sides` are the least and the largest tile side, fractions of the image's shorter side.
+    """Finds pictures of the atlas, for GenEval. `score` is the minimum share of explained variance. `sides` are the
+    smallest and the largest tile side, as fractions of the image's shorter side.
     """
 
     name = "emoji"
@@ -259,7 +259,7 @@ class EmojiDetector(WorldDetector):
 
     @torch.inference_mode()
     def analyse(self, image: np.ndarray | Image.Image) -> tuple[DetectedEmoji, ...]:
-        """Pictures of an image, as `pixels_of` reads it, by falling score."""
+        """Return the pictures of an image (`pixels_of`), best first."""
         rgb = pixels_of(image)
         pixels = torch.from_numpy(np.ascontiguousarray(rgb.transpose(2, 0, 1))) - GREY
         side, least, most = min(rgb.shape[:2]), *self.sides
@@ -281,12 +281,12 @@ class EmojiDetector(WorldDetector):
         return tuple(sorted(out, key=lambda seen: -seen.score))
 
     def _fitted(self, pixels: torch.Tensor, places: Places, at: int, noise: float) -> DetectedEmoji:
-        """The picture that explains a place best, fitted from the RIVALS that do so around it in the first step."""
+        """Return the picture that explains a place best, fitted from the best RIVALS around it in the first step."""
         x, y, side = (float(v[at]) for v in (places.x, places.y, places.side))
         index = _around(places, at).nonzero()[:, 0]
         found, places_of = [], []
         gain = places.gain[index]
-        for worth in (gain, gain / places.whole[index, None]):  # a small one's share is high
+        for worth in (gain, gain / places.whole[index, None]):  # the share of a small picture is high
             most, where = worth.max(0)
             found.append(most.topk(RIVALS // 2).indices)
             places_of.append(index[where[found[-1]]])
@@ -301,7 +301,7 @@ class EmojiDetector(WorldDetector):
         if 1 - SHARP < (float(fit.alone) - left) / there < SHARP:
             for fit.soft in SOFT:
                 other = fit.best(picture, pose)
-                # smooth tiles fit the ground between pictures half well
+                # smooth tiles partly fit the ground between pictures
                 if other[2] < left and float(fit.alone) - other[2] > LEAST_SOFT * there:
                     chosen, best, left = other
         score, scale, turn = (float(fit.alone) - left) / there, float(best[2].exp()), float(torch.rad2deg(best[3]))
@@ -309,12 +309,12 @@ class EmojiDetector(WorldDetector):
         return DetectedEmoji(names()[chosen], score, *centre, side * scale, turn)
 
     def detect(self, image: Image.Image) -> DetectionResult:
-        """All pictures of the image; none is ever refused."""
+        """Return all pictures of the image, which is never refused."""
         return DetectionResult(
             tuple(Detection(seen.name, seen.score, seen.box, None, None) for seen in self.analyse(image))
         )
 
 
 def animal_detector() -> EmojiDetector:
-    """A detector of one large picture."""
+    """Return a detector of one large picture."""
     return EmojiDetector(sides=(0.5, 0.8))

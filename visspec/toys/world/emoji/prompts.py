@@ -1,4 +1,4 @@
-"""Pictures of prompts in the emoji world, as its painters were trained: one large animal near the middle."""
+"""Pictures of prompts in the emoji world, with which its painters were trained: one large animal near the middle."""
 
 from collections.abc import Mapping
 from itertools import product
@@ -10,11 +10,11 @@ from visspec.toys.world.emoji.render import render
 from visspec.toys.world.emoji.scene import TINTS, EmojiScene, PlacedEmoji, sample_ground
 
 SIDES, OFFSET, MOST_TURN = (0.64, 0.68), 0.02, 2.0
-ANIMAL_GROUNDS = tuple(product(("smooth", "cloudy"), TINTS))  # of the painters of 64 tokens
+ANIMAL_GROUNDS = tuple(product(("smooth", "cloudy"), TINTS))  # for painters with 64 tokens
 
 
 def paint(prompt: Mapping[str, Any], rng: np.random.Generator, side: int) -> np.ndarray:
-    """A random picture of what a prompt says, uint8 (side, side, 3)."""
+    """Draw a random picture of a prompt, uint8 (side, side, 3)."""
     return render(scene_of(prompt, rng), side)
 
 
@@ -25,7 +25,7 @@ def paint_animal(prompt: Mapping[str, Any], rng: np.random.Generator, side: int)
 
 
 def scene_of(prompt: Mapping[str, Any], rng: np.random.Generator) -> EmojiScene:
-    """A random scene that matches a prompt, on its ground if it names one."""
+    """Return a random scene that matches a prompt, on its ground if it names one."""
     x, y = (0.5 + float(v) for v in rng.uniform(-OFFSET, OFFSET, size=2))
     side, turn = float(rng.uniform(*SIDES)), float(rng.uniform(-MOST_TURN, MOST_TURN))
     picture = PlacedEmoji(prompt["include"][0]["class"], x, y, side, turn)

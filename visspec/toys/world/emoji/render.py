@@ -1,4 +1,4 @@
-"""Renders scenes of the emoji world: grounds like those of photographs, pictures turned, scaled and laid over them."""
+"""Rendering of scenes of the emoji world: photo-like grounds with turned and scaled pictures on top."""
 
 from functools import cache
 from math import ceil, floor
@@ -9,15 +9,15 @@ from PIL import Image
 from visspec.toys.world.emoji.atlas import TILE, tiles
 from visspec.toys.world.emoji.scene import TINTS, EmojiScene
 
-SLOPE = 26.0  # grey levels from the canvas's middle to the end of its gradient
+SLOPE = 26.0  # grey levels between the middle of the canvas and the end of its gradient
 CLOUDS = 13.0  # standard deviations in grey levels
 GRAIN = 7.0
-REDUCED = (11, 16, 23, 32, 45, TILE)  # sides to which tiles are reduced before they are turned and placed
+REDUCED = (11, 16, 23, 32, 45, TILE)  # sides to which tiles are reduced before they are placed
 
 
 def ground(kind: str, tint: str, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Ground, float32 (size, size, 3) in 0..255: tint and gradient, soft clouds (`cloudy`, `rough`), grain (`grainy`,
-    `rough`); clouds and gradient scale with the canvas, grain is per pixel.
+    """Return a ground, float32 (size, size, 3) in 0..255: tint and gradient, soft clouds (`cloudy`, `rough`), grain
+    (`grainy`, `rough`). Clouds and gradient scale with the canvas; grain is per pixel.
     """
     axis = (np.arange(size, dtype=np.float32) + 0.5) * 2 / size - 1
     angle, slope = rng.uniform(0, 2 * np.pi), SLOPE * rng.uniform(0.3, 1)
@@ -34,18 +34,18 @@ def ground(kind: str, tint: str, size: int, rng: np.random.Generator) -> np.ndar
 
 @cache
 def _scale_tile(name: str, side: int) -> Image.Image:
-    """A tile at `side` pixels, premultiplied, in the middle of a canvas with a transparent edge."""
+    """Return a premultiplied tile with `side` pixels, in the middle of a canvas with a transparent edge."""
     page = Image.new("RGBa", (side + 2, side + 2), (0, 0, 0, 0))
     page.paste(tiles()[name].convert("RGBa").resize((side, side), Image.Resampling.BOX), (1, 1))
     return page
 
 
 def stamp(name: str, x: float, y: float, side: float, turn: float) -> tuple[np.ndarray, int, int]:
-    """Premultiplied pixels float32 (n, n, 4), colours 0..255 and coverage 0..1, and the column and row of their first
-    on the canvas. x, y and side in pixels, the centre anywhere.
+    """Return premultiplied pixels float32 (n, n, 4), colours 0..255 and coverage 0..1, and the column and row of the
+    first one on the canvas. x, y and side are in pixels; the centre may be anywhere.
     """
     source = next((s for s in REDUCED if s >= side), TILE)
-    reach = side * 0.66 + 1  # of a tile turned by up to 15 degrees, and a little more
+    reach = side * 0.66 + 1  # enough for a tile turned by up to 15 degrees
     left, top = floor(x - reach), floor(y - reach)
     n = ceil(2 * reach) + 1
     scale, angle = source / side, np.deg2rad(turn)
@@ -61,7 +61,7 @@ def stamp(name: str, x: float, y: float, side: float, turn: float) -> tuple[np.n
 def stamp_on(
     size: int, name: str, x: float, y: float, side: float, turn: float
 ) -> tuple[np.ndarray, tuple[slice, slice]]:
-    """What of a stamp lies on a canvas of `size` pixels a side, and its rows and columns there."""
+    """Return the part of a stamp on a canvas of `size` pixels a side, and its rows and columns there."""
     pixels, left, top = stamp(name, x, y, side, turn)
     n = len(pixels)
     rows, columns = (slice(max(0, at), min(size, at + n)) for at in (top, left))
@@ -69,7 +69,7 @@ def stamp_on(
 
 
 def render(scene: EmojiScene, size: int = 120) -> np.ndarray:
-    """Pixels of a scene, uint8 (size, size, 3), sRGB; later pictures lie over earlier ones."""
+    """Return the pixels of a scene, uint8 (size, size, 3), sRGB. Later pictures cover earlier ones."""
     image = ground(scene.ground, scene.tint, size, np.random.default_rng(scene.texture_seed))
     for picture in scene.things:
         lengths = (picture.x * size, picture.y * size, picture.side * size)

@@ -1,4 +1,4 @@
-"""Scenes of the emoji world: one to five pictures on a ground with texture and tint, and how they are sampled.
+"""Scenes of the emoji world and their sampling: one to five pictures on a ground with texture and tint.
 
 Lengths are fractions of the canvas side, the origin is the top left corner, y points down; turns are clockwise degrees.
 """
@@ -44,19 +44,19 @@ class PlacedEmoji(PlacedThing):
 
 @dataclass(frozen=True)
 class EmojiScene(Scene):
-    """Pictures on a ground of texture and tint."""
+    """Pictures on a ground with texture and tint."""
 
     ground: str = "smooth"
     tint: str = "grey"
 
 
 def sample_ground(rng: np.random.Generator) -> tuple[str, str, int]:
-    """Ground, tint and texture seed, each uniform."""
+    """Sample ground, tint and texture seed, each uniformly."""
     return GROUNDS[int(rng.integers(len(GROUNDS)))], [*TINTS][int(rng.integers(len(TINTS)))], int(rng.integers(1 << 31))
 
 
 def scene_from_seed(seed: int) -> EmojiScene:
-    """The scene number `seed`: count, cells, ground and every attribute are uniform, and no picture comes twice. Scenes
+    """Return scene number `seed`: count, cells, ground and every attribute are uniform, and all pictures differ. Scenes
     from HELD_OUT_SEED on are held out.
     """
     rng = np.random.default_rng(seed)
