@@ -391,7 +391,6 @@ def _accept_tree_kernel(  # noqa: C901
 
 
 def accept_tree_triton(tokens, parent, p, q, uniforms, draw, mass, neighbours, delta, lam, depth, branch):
-    """Launch one program per row."""
     B, N = tokens.shape
     V, D = p.shape[-1], min(depth + 1, N)
     tokens, parent, p, uniforms, draw = (t.contiguous() for t in (tokens, parent, p, uniforms, draw))

@@ -61,7 +61,7 @@ def on_device(launch: Callable[..., Result]) -> Callable[..., Result]:
     def guarded(first: Tensor | Sequence[Tensor], *rest: object) -> Result:
         with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
             if triton is None:
-                raise RuntimeError("triton: not installed, expected it for a CUDA tensor")
+                raise RuntimeError("triton: not installed, but kernels on CUDA tensors need it")
             return launch(first, *rest)
 
     return guarded

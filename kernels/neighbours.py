@@ -31,7 +31,7 @@ from visspec.kernels.common import (
     tl,
 )
 
-EPSILON = 2.0**-52  # of fp64
+EPSILON = 2.0**-52  # machine epsilon of fp64
 FEW = 64  # neighbors to read first if the bound is small
 
 

@@ -82,7 +82,7 @@ class OwnImageModel(PreTrainedModel):
             with torch.device("meta"):
                 check_shapes(cls(configuration.from_dict(entries)), read_shapes(where), where)
             model: Any = cls(configuration.from_dict(entries))
-        except Exception as error:  # from whichever library checks the wrong entry
+        except Exception as error:  # raised by whichever library checks the wrong entry
             raise ValueError(f"model: config.json of {where} does not describe a model ({first_line(error)})") from None
         load_strictly(model.to(dtype), read_tensors(where), where)
         if (where / GENERATION_CONFIG_NAME).is_file():

@@ -53,7 +53,7 @@ def load_exactly(kind: Any, argument: str, where: object, **options: object) -> 
             model, info = kind.from_pretrained(str(where), use_safetensors=True, output_loading_info=True, **options)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # from whichever library checks the wrong entry
+    except Exception as error:  # raised by whichever library checks the wrong entry
         raise ValueError(f"{argument}: {where} could not be loaded, {first_line(error)}") from None
     for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(keys):
@@ -63,7 +63,6 @@ def load_exactly(kind: Any, argument: str, where: object, **options: object) -> 
 
 
 def same_table(a: Tensor, b: Tensor, atol: float) -> bool:
-    """Whether two codebooks (K, D) are equal."""
     return a.shape == b.shape and torch.allclose(a.to(b), b, atol=atol)
 
 

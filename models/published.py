@@ -36,7 +36,7 @@ BLOCKS = {
     "Qwen3DSparkModel": "deepspec",
 }
 PLAIN = ("LlamaForCausalLM", "LlamaModel")  # class names of EAGLE-1, 2 and 3, if any
-HEAD = {"fc.weight", "layers.0.self_attn.q_proj.weight"}  # of MSD and ViSpec, whose class name is their target's
+HEAD = {"fc.weight", "layers.0.self_attn.q_proj.weight"}  # of MSD and ViSpec, which use their target's class name
 ASSISTANTS = ("muse_glimmer_assistant", "gemma4_assistant", "gemma4_unified_assistant")
 WORDS = ("eagle", "dflash", "speculator", "medusa", "spark", "mtp", "hydra", "draft")  # of unsupported drafters
 

@@ -33,7 +33,7 @@ from visspec.io.checkpoint import (
 Rules = Iterable[tuple[str, str | Callable[[re.Match], str]]]
 Named = dict[str, tuple[str, Tensor]]  # new name -> (published name, tensor)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-GROUPS = 32  # of all group norms in these image codecs
+GROUPS = 32  # groups of all group norms in these image codecs
 SHOWN = 4
 
 

@@ -1,4 +1,4 @@
-"""Any-order images: laws against one pass of the network, orders, drafts from the network itself, given codes."""
+"""Any-order images: laws against one pass of the network, orders, drafts from the network itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from visspec.models.llamagen.network import LlamaGenConfig
 from visspec.models.llamagen.randar import RandAR
 from visspec.models.randar.ahead import Ahead
 from visspec.models.randar.target import RandARTarget
-from visspec.types import FREE, Draft, DrafterTraits, Request, Sampling
+from visspec.types import Draft, DrafterTraits, Request, Sampling
 
 SIDE, CODES = 4, 24
 PLACES = SIDE * SIDE
@@ -64,18 +64,11 @@ def family(condition="class"):
     return family_of(network(condition), captions if condition == "caption" else None)
 
 
-def asked(condition, rows, sampling, order=None, known=None, seed=0):
+def asked(condition, rows, sampling, order=None, seed=0):
     prompt = family(condition).prompt([TEXTS[condition][row] for row in rows], sampling.guidance != 1.0)
     request = Request(prompt, prompt.ids, PLACES, sampling, grid=(SIDE, SIDE), order=order)
     if not sampling.greedy:
         request.generators = [torch.Generator().manual_seed(seed + row) for row in rows]
-    if known is not None:
-        request.known = known[rows]
-        request.each = [
-            Request(prompt, prompt.ids[b : b + 1], int((row == FREE).sum()), sampling)
-            for b, row in enumerate(request.known)
-        ]
-        request.max_new_tokens = max(one.max_new_tokens for one in request.each)
     return request
 
 
@@ -110,12 +103,9 @@ def logits_after(condition, text, codes, places, guidance=3.0):
 
 
 @functools.cache
-def reference(condition, row, name, known=()):
-    """Greedy codes in raster order, every code by a pass of its own over all before it; known: (place, code) pairs."""
-    given = dict(known)
-    order = ORDERS[name] or tuple(range(PLACES))
-    order = [p for p in order if p in given] + [p for p in order if p not in given]
-    codes = [given[p] for p in order[: len(given)]]
+def reference(condition, row, name):
+    """Greedy codes in raster order, every code by a pass of its own over all before it."""
+    order, codes = ORDERS[name] or tuple(range(PLACES)), []
     while len(codes) < PLACES:
         places = order[: len(codes) + 1]
         codes.append(int(logits_after(condition, TEXTS[condition][row], codes, places)[-1].argmax()))
@@ -300,33 +290,6 @@ def test_orders_are_permutations_that_spread(rows, columns):
         assert min(far[:count]) >= 2
         assert sum(distances(halton(rows, columns), columns)[:count]) > 1.5 * count
         assert halton(8, 9)[:4] == (4 * 9 + 3, 2 * 9 + 6, 6 * 9 + 1, 1 * 9 + 4)  # 1/2 1/3, 1/4 2/3, 3/4 1/9, 1/8 4/9
-
-
-# --- given codes ------------------------------------------------------------------------------------------------------
-
-
-def known_of(*rows):
-    found = torch.full((len(rows), PLACES), FREE)
-    for b, row in enumerate(rows):
-        for place, code in row.items():
-            found[b, place] = code
-    return found
-
-
-KNOWN = ({0: 5, 3: 7, 9: 1}, {}, {place: place for place in range(PLACES) if place != 6})
-
-
-@pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize("kind", DRAFTERS)
-def test_given_codes_come_first_and_stay(name, kind):
-    known = known_of(*KNOWN)
-    codes, state = draw("class", [0, 1, 2], DRAFTERS[kind](), order=ORDERS[name], known=known)
-    assert codes.tolist() == [reference("class", b, name, tuple(row.items())) for b, row in enumerate(KNOWN)]
-    assert [len(row) for row in state.tokens] == [13, 16, 1]
-    assert torch.equal(torch.where(known == FREE, FREE, codes), known)
-    assert state.output.in_generation_order(2, ["x"], "given").count("given") == 15
-    alone, _ = draw("class", [0], DRAFTERS[kind](), order=ORDERS[name], known=known)
-    assert torch.equal(alone, codes[:1])
 
 
 def test_any_order_refusals():

@@ -1,11 +1,10 @@
-"""The any-order painter: its folder, the pipeline's habits, inpainting, and published weights."""
+"""The any-order painter: its folder, the pipeline's habits, and published weights."""
 
 import re
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from safetensors.torch import save_file
 from transformers import GenerationConfig, JanusVQVAEConfig
 
@@ -16,7 +15,6 @@ from tests.test_any_order import network
 from tests.tiny_images import painter_processor
 from visspec import ImagePipeline, registry
 from visspec.api import saving
-from visspec.api.image_call import ORIGINS
 from visspec.loop.visits import halton
 from visspec.models.llamagen import layout as layouts_llamagen
 from visspec.models.llamagen.randar import RandAR
@@ -109,131 +107,6 @@ def test_callbacks_see_codes_where_they_belong(pipe):
     passes, origins = out.passes[0].flatten(), out.maps[0].flatten()
     assert passes[order[0]] == 0 and [passes[place] for place in order] == sorted(passes)
     assert passes.max() == out.stats[0].rounds and set(origins.tolist()) <= set(range(4))
-
-
-# --- inpainting -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def picture():
-    rng = np.random.default_rng(0)
-    return Image.fromarray(rng.integers(0, 256, (PIXELS, PIXELS, 3), dtype=np.uint8))
-
-
-def masked(top=10, left=17, bottom=20, right=30):
-    mask = np.zeros((PIXELS, PIXELS), np.uint8)
-    mask[top:bottom, left:right] = 255
-    return mask
-
-
-def test_what_is_black_stays(pipe, picture):
-    """Pixels of the picture itself, and its codes where no pixel of a code is white."""
-    mask = masked()
-    out = pipe(TEXTS[0], picture, Image.fromarray(mask), seed=3)
-    made, before = np.asarray(out.images[0]), np.asarray(picture)
-    assert (made[mask == 0] == before[mask == 0]).all() and (made[mask > 0] != before[mask > 0]).any()
-    pixels = torch.from_numpy(before.copy()).permute(2, 0, 1)[None] / 255
-    own = pipe.family.encode(pixels)[0]
-    again = torch.zeros(SIDE, SIDE, dtype=torch.bool)
-    again[1:3, 2:4] = True  # rows 10..19 and columns 17..29 of pixels, eight to a code
-    again = again.flatten()
-    assert torch.equal(out.tokens[0][~again], own[~again])
-    assert (out.maps[0].flatten() == ORIGINS.index("given")).tolist() == (~again).tolist()
-    assert out.stats[0].tokens == 4 and not out.passes[0].flatten()[~again.numpy()].any()
-    assert torch.equal(out.tokens[0], pipe(TEXTS[0], picture, Image.fromarray(mask), seed=3, drafter="none").tokens[0])
-
-
-def test_pictures_and_masks_of_all_kinds(pipe, picture):
-    mask, array = masked(), np.asarray(picture)
-    first = pipe(TEXTS[0], seed=3, image=picture, mask_image=Image.fromarray(mask), output_type="pt")
-    tensor = torch.from_numpy(array.copy()).permute(2, 0, 1) / 255
-    kinds = [
-        (array, mask), ((array / 255).astype(np.float32), mask / 255), (tensor, torch.from_numpy(mask / 255)),
-        (tensor[None], torch.from_numpy(mask)[None, None]), ([picture], [mask[None]]), (array[None], mask[..., None]),
-    ]  # fmt: skip
-    for image, white in kinds:
-        other = pipe(TEXTS[0], seed=3, image=image, mask_image=white, output_type="pt")
-        assert torch.equal(other.images, first.images) and torch.equal(other.tokens[0], first.tokens[0])
-
-
-def test_batch_of_masks(pipe, picture):
-    """Rows with other numbers of given codes are what they are alone."""
-    masks = [Image.fromarray(masked()), Image.fromarray(masked(0, 0, PIXELS, 40))]
-    other = picture.transpose(Image.Transpose.ROTATE_90)
-    together = pipe(TEXTS, [picture, other], masks, seed=[3, 4], num_images_per_prompt=1)
-    for i, (text, image, mask) in enumerate(zip(TEXTS, [picture, other], masks)):
-        alone = pipe(text, image, mask, seed=3 + i)
-        assert torch.equal(alone.tokens[0], together.tokens[i])
-        assert (np.asarray(alone.images[0]) == np.asarray(together.images[i])).all()
-    two = pipe(TEXTS[0], picture, masks[0], seed=3, num_images_per_prompt=2)
-    assert torch.equal(two.tokens[0], together.tokens[0]) and not torch.equal(two.tokens[0], two.tokens[1])
-    assert torch.equal(pipe(TEXTS, picture, masks[0], seed=[3, 4]).tokens[0], together.tokens[0])
-
-
-def test_interrupted_rows_keep_their_pictures(pipe, picture):
-    """The second of two rows is finished when the call ends, the first is not."""
-
-    def end(pipeline, number, count, given):
-        pipeline.interrupt = given["tokens"][1].min() >= 0
-
-    pictures, masks = [picture, picture.transpose(Image.Transpose.ROTATE_90)], [masked(0, 0, PIXELS, PIXELS), masked()]
-    options = {"callback_on_step_end": end, "callback_on_step_end_tensor_inputs": ["tokens"], "drafter": "none"}
-    out = pipe(TEXTS[:2], pictures, masks, seed=[3, 4], **options)
-    assert out.prompts == TEXTS[1:2] and out.seeds == [4]
-    black = masks[1] == 0
-    assert (np.asarray(out.images[0])[black] == np.asarray(pictures[1])[black]).all()
-    alone = pipe(TEXTS[1], pictures[1], masks[1], seed=4, drafter="none")
-    assert torch.equal(out.tokens[0], alone.tokens[0])
-
-
-def test_codes_are_pictures_too(pipe):
-    first = pipe(TEXTS[0], seed=3, output_type="latent")
-    out = pipe(TEXTS[1], first.images[0], masked(), seed=4, output_type="latent")
-    same = out.images[0] == first.images[0]
-    assert int(same.sum()) >= 32 and bool(same[0].all()) and bool(same[3:].all())
-    shown = pipe(TEXTS[1], first.images[0], masked(), seed=4, output_type="pt").images[0]
-    whole = pipe.family.pixels(first.tokens[0][None], pipe.family.layout())[0]
-    assert torch.equal(shown[:, masked() == 0], whole[:, masked() == 0])
-
-
-BAD = [
-    ({"mask_image": None}, "mask_image: got None. Inpainting needs both"),
-    ({"image": None}, "image: got None. Inpainting needs both"),
-    ({"mask_image": masked()[:24]}, "mask_image: got a size of 24 x 48, expected 48 x 48, that of the image"),
-    ({"mask_image": masked(0, 0, 0, 0)}, "mask_image: The mask is black everywhere"),
-    ({"mask_image": "mask.png"}, "mask_image: got a str, expected a PIL image"),
-    ({"mask_image": [masked()] * 3}, "mask_image: got 3, expected one or 1, one for each prompt"),
-    ({"image": "cat.png"}, "image: got a str, expected a PIL image"),
-    ({"image": Image.new("RGB", (40, 48))}, "image: got a size of 48 x 40, expected 48 x 48, that of the model's"),
-    ({"image": torch.full((3, 48, 48), -0.5)}, "image: got numbers from -0.5 to -0.5, expected 0 to 1"),
-    ({"image": torch.full((3, 48, 48), torch.nan)}, "image: got numbers from nan to nan, expected 0 to 1"),
-    ({"image": torch.zeros(4, 48, 48)}, "image: got shape (4, 48, 48) of torch.float32, expected a PIL"),
-    ({"image": torch.zeros(4, 3, 48, 48)}, "image: got 4, expected one or 1, one for each prompt"),
-    ({"image": torch.full((6, 6), CODES)}, "image: got codes (6, 6), expected (6, 6) below 24"),
-    ({"image": torch.zeros(5, 5, dtype=torch.long)}, "image: got codes (5, 5), expected (6, 6)"),
-]
-
-
-@pytest.mark.parametrize("change, said", BAD, ids=[said[:40] for _, said in BAD])
-def test_other_pictures_are_refused_in_a_sentence(pipe, picture, change, said):
-    with one_sentence("^" + re.escape(said)):
-        pipe(TEXTS[0], **{"image": picture, "mask_image": masked()} | change)
-
-
-def test_families_that_can_not_refuse_pictures(picture):
-    made = ImagePipeline.from_pretrained("painter")
-    for options in ({"image": picture}, {"mask_image": masked()}, {"image": picture, "mask_image": masked()}):
-        with one_sentence(r"image: got one \(.*\), expected none: janus draws from"):
-            made(TEXTS[0], **options)
-
-
-def test_without_a_codec_only_codes_can_be_given(picture):
-    made = ImagePipeline(network(), None)
-    codes = torch.arange(16).view(4, 4)
-    mask = torch.zeros(64, 64)
-    mask[:20, :20] = 1
-    with pytest.raises(ValueError, match="no codec was given"):
-        made("3", codes, mask, output_type="latent")
 
 
 # --- published weights ------------------------------------------------------------------------------------------------

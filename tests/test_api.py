@@ -408,7 +408,7 @@ def test_assistants_and_filled_caches_are_refused(one):
 @pytest.mark.parametrize("arguments,sentence", [
     ({"drafter": "nothing"}, "drafter: got 'nothing'"), ({"acceptance": "nothing"}, "acceptance: got 'nothing'"),
     ({"acceptance": "exact:k=3"}, "acceptance: exact does not take"), ({"levels": -1}, "levels: got -1"),
-    ({"acceptance": "exact:k"}, "expected key=value"), ({"drafter": "none:k=3"}, "drafter: got 'none' with options"),
+    ({"acceptance": "exact:k"}, "expected key=value"), ({"drafter": "none:k=3"}, "drafter: 'none' takes no options"),
     ({"model": "captioner"}, "model: got 'captioner', expected a loaded model, such as visspec.api.loading.load"),
     ({"model": None}, "model: got None, expected a loaded model"),
 ], ids=str)  # fmt: skip

@@ -66,7 +66,7 @@ def test_speed_by_category(home, captioner, capsys):
     assert record["turns_left_out"] == 3 and record["n_prompts"] == 4
     assert "3 later turns are skipped" in " ".join(capsys.readouterr().out.split())
     assert main(["bench", "caption", "--data", str(file), "--batch-size", "2"]) == 2
-    assert "data: got --batch-size above 1 beside it" in capsys.readouterr().err
+    assert "data: --batch-size above 1 can't be combined with --data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("source", ["folder", "lines"])

@@ -1,4 +1,4 @@
-"""`visspec bench image` on a user's prompts and photographs, and docs/lantern.md from conversion to table."""
+"""`visspec bench image` on a user's prompts and photographs, and the commands of docs/methods.md on LANTERN."""
 
 import json
 import re
@@ -18,7 +18,7 @@ from visspec.cli.main import main
 from visspec.eval.metrics import named
 from visspec.io.images import open_image
 
-PAGE = Path(__file__).parents[1] / "docs" / "lantern.md"
+PAGE = Path(__file__).parents[1] / "docs" / "methods.md"
 TINY = ["--extractor", "random-conv"]  # FID itself needs weights that are not here
 
 
@@ -56,7 +56,7 @@ def test_the_page_answers_the_question_with_its_commands(home, monkeypatch, caps
     monkeypatch.setitem(lantern.CONFIGS["llamagen"], "vocab_size", codes)
     lantern.published("llamagen", home / "llamagen_drafter")
     (home / "llamagen_drafter" / "model.safetensors").unlink()
-    text = PAGE.read_text()
+    text = PAGE.read_text().partition("## LANTERN beside GSD")[2]
     commands = [line for block in re.findall(r"```\n(.*?)```", text, re.S) for line in block.splitlines()]
     converting, comparing, others = (shlex.split(line)[1:] for line in commands)
     assert main([*converting, *tiny_sizes]) == 0
@@ -111,6 +111,6 @@ def test_what_is_missing_is_named_before_anything_is_drawn(home, capsys):
         ([*mine, "--reference", "gone", *TINY], "--reference: got gone, expected a folder of photographs"),
         ([*mine, "--reference", "photos"], "extractor: got 'inception', expected one that can be loaded"),
         ([*mine, "--reference", "photos", *TINY, "--clip", "gone"], "--clip: got 'gone', expected one"),
-        ([*mine, "--method", "lantern"], "--method lantern: drafter: got 'image-eagle:tree=dynamic', which has to be"),
+        ([*mine, "--method", "lantern"], "--method lantern: drafter: 'image-eagle:tree=dynamic' must be trained first"),
     ):
         assert words in refused(capsys, *arguments)

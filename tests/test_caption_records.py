@@ -207,7 +207,7 @@ def test_the_exit_code_is_that_of_all_records(folder, tmp_path, capsys):
     for made in (1, 0):
         code, said = run(good, bad)
         assert code == 1 and f"{made} records, {made} of them failed" in said
-    assert "2 were there (1 of these failed, --retry-failed makes them again)" in said
+    assert "2 were there (1 of these failed; --retry-failed makes them again)" in said
     before = lines(out)[:1]
     assert run(good, bad, options=["--retry-failed"])[0] == 1 and len(lines(out)) == 2
     (tmp_path / "gone.png").write_bytes((folder / "scene0.png").read_bytes())
@@ -215,8 +215,7 @@ def test_the_exit_code_is_that_of_all_records(folder, tmp_path, capsys):
     assert lines(out)[:1] == before and [(r["id"], r["error"]) for r in lines(out)] == [("good", None), ("bad", None)]
 
 
-@pytest.mark.parametrize("source", ["", "**/*.png", "*/*/*.png"])
-def test_unlistable_folder(source, folder, tmp_path, monkeypatch):
+def test_unlistable_folder(folder, monkeypatch):
     scan, closed = os.scandir, folder / "deep" / "er"
 
     def scandir(path="."):
@@ -225,13 +224,8 @@ def test_unlistable_folder(source, folder, tmp_path, monkeypatch):
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", scandir)
-    found = list(sources.records([folder / source]))
-    if source == "*/*/*.png":
-        assert [r.id for r in found] == [str(closed)]
-    assert len(found) == {"": 4, "**/*.png": 4, "*/*/*.png": 1}[source]
-    (lost,) = (r for r in found if r.error)
-    assert (lost.id, lost.image) == (str(closed), None)
-    assert lost.error == f"{closed}: can't list this folder (Permission denied)"
+    with pytest.raises(PermissionError):
+        sources.records([folder])
     with pytest.raises(PermissionError):
         image_files(folder)  # a metric over part of a folder would be of another set
 

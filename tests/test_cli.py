@@ -280,17 +280,17 @@ def test_the_embedded_captioner_says_once_what_it_knows(pictures, tmp_path, caps
     assert capsys.readouterr().err == ""  # a model that was named is its namer's business
 
 
-def test_the_demo_times_pictures_beside_plain_decoding(tmp_path, monkeypatch):
+def test_the_demo_times_pictures_beside_plain_decoding(monkeypatch):
     """On flat laws, where a policy of draft lengths soon rests a drafter that is seldom right."""
     painters = {key: prompts[:1] for key, prompts in demo.PAINTERS.items() if "painter-emoji" in key}
     monkeypatch.setattr(demo, "PAINTERS", painters)
     console = Console(file=io.StringIO(), width=120)
-    summary, picture, width, alike = demo.draw_pictures(tmp_path, console)
+    section = demo.draw_pictures(console)
     said = console.file.getvalue()
     *_, tau, same = (cell.strip() for cell in re.search(r"│ (painter-emoji 1 .*) │", said)[1].split("│"))
-    assert alike and same == "yes" and float(tau) > 2
-    assert "1 pictures against plain decoding" in summary and "1 of 1 the same picture" in summary and width
-    assert picture.startswith("data:image/png;base64,")
+    assert same == "yes" and float(tau) > 2 and section.equal == 1
+    assert "1 pictures against plain decoding" in section.summary and "1 of 1 the same picture" in section.summary
+    assert all(uri.startswith("data:image/png;base64,") for uri in section.figures[0][0])
 
 
 def test_the_doctor_says_what_runs_on_the_device(monkeypatch, capsys):

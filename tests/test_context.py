@@ -275,11 +275,11 @@ def test_where_nothing_pays_the_drafter_rests():
 def test_prompts_are_of_ten_kinds(tmp_path):
     prompts = bench_text.read_prompts(None)
     assert len(prompts) == 48 and len({prompt.kind for prompt in prompts}) == 10
-    own = tmp_path / "prompts.txt"
-    own.write_text('Hello\n{"prompt": "Hi", "kind": "greeting"}\n')
+    own = tmp_path / "prompts.jsonl"
+    own.write_text('{"prompt": "Hello"}\n{"prompt": "Hi", "kind": "greeting"}\n')
     assert bench_text.read_prompts(own) == [("Hello", ""), ("Hi", "greeting")]
     own.write_text('{"text": "Hi"}\n')
-    with pytest.raises(ValueError, match="line 1: expected a JSON object with the key 'prompt'"):
+    with pytest.raises(ValueError, match="jsonl:1: got a line without a prompt, expected an object with one"):
         bench_text.read_prompts(own)
 
 

@@ -31,12 +31,9 @@ from tests.tiny import model_of
 from visspec import registry
 from visspec.api import loading
 from visspec.api.captions import prepare
-from visspec.api.drafter_presets import of_preset
 from visspec.cli.main import Parser, main, parser
 from visspec.entries import TABLES
 from visspec.io import included
-from visspec.models.block.trained import BlockDrafter
-from visspec.models.eagle.drafter import EagleDrafter
 from visspec.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +42,7 @@ PAGES = {
     page.name: page.read_text()
     for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))
 }
-ELSEWHERE = ("lantern.md",)  # in test_bench_photos, with the record and the table
+ELSEWHERE = "## LANTERN beside GSD"  # the rest of methods.md runs in test_bench_photos, with the record and the table
 PARSED = "--device cuda|--ray|--extractor inception|visspec serve|torchrun"
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQGAhKmMIQAAAABJRU5ErkJggg=="  # a PNG
 SHORT = {  # what makes a command short, and says of small models what the authors' sizes do not
@@ -119,17 +116,22 @@ def captioning(home: Path) -> dict[str, Any]:
     return {"visspec": visspec, "model": model, "processor": processor, "inputs": inputs, "prepared": [("a", inputs)]}
 
 
-def exporting(**drafters: Any) -> SimpleNamespace:
-    """An object whose `export` is that of the drafter that has the form."""
-    return SimpleNamespace(export=lambda folder, form, **more: drafters[form].export(folder, form, **more))
+def serving(home: Path) -> dict[str, Any]:
+    """A client of a server in this process."""
+    testclient = pytest.importorskip("fastapi.testclient", reason="the extra `serve` is not installed")
+    from visspec.api.server import Service, application
+    from visspec.api.serving import TextWorker
+
+    model, processor = loading.load("captioner")
+    worker = TextWorker("captioner", visspec.accelerate(model), processor)
+    service = Service(worker, visspec.ImagePipeline.from_pretrained("IMAGE_MODEL"), "painter")
+    client = testclient.TestClient(application(service), base_url="http://127.0.0.1:8000")
+    openai = importlib.import_module("openai")
+    return {"openai": SimpleNamespace(OpenAI=partial(openai.OpenAI, http_client=client)), "MODEL": "captioner"}
 
 
 def drafting(home: Path) -> dict[str, Any]:
-    names, llava = captioning(home), model_of("llava")
-    heads = {form: EagleDrafter.for_model(llava, **of_preset(form, llava, {})[0]) for form in ("eagle", "eagle3")}
-    blocks = {"dflash": {}, "dspark": {"markov": 3, "confidence": True}}
-    blocks = {form: BlockDrafter.for_model(llava, layers=1, block=4, **more) for form, more in blocks.items()}
-    weights = llamagen(home, 1024)
+    names, weights = captioning(home), llamagen(home, 1024)
     lantern.published("llamagen", home / "llamagen_drafter")
     (home / "llamagen_drafter" / "model.safetensors").unlink()
     assert main(["convert", "llamagen", *weights, "--text", "google/flan-t5-xl", "--out", "llamagen"]) == 0
@@ -137,10 +139,8 @@ def drafting(home: Path) -> dict[str, Any]:
     masked.config.mask_token_id = 4
     masked.save_pretrained(home / "masked-lm")
     small, _ = loading.load("captioner-small")
-    return names | {
-        "drafter": exporting(**heads, speculators=heads["eagle3"]), "block": exporting(**blocks), "small_model": small,
-        "pipe": visspec.ImagePipeline.from_pretrained("llamagen"), "prompt": "a red cube",
-    }  # fmt: skip
+    pipe = visspec.ImagePipeline.from_pretrained("llamagen")
+    return names | {"small_model": small, "pipe": pipe, "prompt": "a red cube"}
 
 
 def extending(home: Path) -> dict[str, Any]:
@@ -152,8 +152,21 @@ def llamagen(home: Path, codes: int = 24, caption: bool = True, **more: bool) ->
     return [weights, "--vq", vq, *sizes]
 
 
+def evaluating(home: Path) -> None:
+    """Pictures of prompts, with GenEval's metadata of them."""
+    rows = included.scenes("shapes").prompts()[:8]
+    photographs(home / "reference", 8)
+    (home / "drawn").mkdir()
+    for i, image in enumerate(included.scenes("shapes").images(8)):
+        image.save(home / "drawn" / f"{i}.png")
+    lines = [{"image": str(home / "drawn" / f"{i}.png"), **row} for i, row in enumerate(rows)]
+    (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    tiny_clip(home / "openai" / "clip-vit-large-patch14")
+
+
 def imaging(home: Path) -> dict[str, Any]:
-    """Published files by their names, and any-order and continuous models."""
+    """Published files by their names, any-order and continuous models, and pictures to be judged."""
+    evaluating(home)
     llamagen(home, caption=False, queries=True)
     save_file(
         {n: w.clone() for n, w in torch.load(home / "t2i_XL.pt", weights_only=False)["model"].items()},
@@ -178,41 +191,12 @@ def imaging(home: Path) -> dict[str, Any]:
     save_file(filled(chameleon_vq_names()), home / "vqgan.safetensors")
     assert main(["convert", "var", "var_d16.pth", "--vae", "vae_ch160v4096z32.pth", "--out", "var-d16"]) == 0
     pipe = visspec.ImagePipeline.from_pretrained("painter-any-order")
-    picture = Image.new("RGB", (64, 64), "red")
-    return {
-        "visspec": visspec, "pipe": pipe, "picture": picture, "mask": Image.new("L", (64, 64), 255), "processor": None,
-        "codes": pipe("207", seed=0, output_type="latent").images[0], "watch": lambda pipe, step, tokens, more: more,
-    }  # fmt: skip
-
-
-def serving(home: Path) -> dict[str, Any]:
-    """A client of a server in this process."""
-    testclient = pytest.importorskip("fastapi.testclient", reason="the extra `serve` is not installed")
-    from visspec.api.server import Service, application
-    from visspec.api.serving import TextWorker
-
-    model, processor = loading.load("captioner")
-    worker = TextWorker("captioner", visspec.accelerate(model), processor)
-    service = Service(worker, visspec.ImagePipeline.from_pretrained("IMAGE_MODEL"), "painter")
-    client = testclient.TestClient(application(service), base_url="http://127.0.0.1:8000")
-    openai = importlib.import_module("openai")
-    return {"openai": SimpleNamespace(OpenAI=partial(openai.OpenAI, http_client=client)), "MODEL": "captioner"}
-
-
-def evaluating(home: Path) -> dict[str, Any]:
-    """Pictures of prompts, with GenEval's metadata of them."""
-    rows = included.scenes("shapes").prompts()[:8]
-    photographs(home / "reference", 8)
-    (home / "out" / "images").mkdir(parents=True)
-    lines = [{"image": path, **row} for path, row in zip(tiny.scene_files(home / "out" / "images", 8), rows)]
-    (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    tiny_clip(home / "openai" / "clip-vit-large-patch14")
-    return {}
+    return {"visspec": visspec, "pipe": pipe, "processor": None, "watch": lambda pipe, step, tokens, more: more}
 
 
 NAMES = {
-    "README.md": reading, "captions.md": captioning, "drafters.md": drafting, "extend.md": extending,
-    "images.md": imaging, "evaluate.md": evaluating, "serve.md": serving,
+    "README.md": reading, "captions.md": lambda home: captioning(home) | serving(home), "drafters.md": drafting,
+    "extend.md": extending, "images.md": imaging,
 }  # fmt: skip
 
 
@@ -257,11 +241,11 @@ def test_janus_is_drawn_by_six_lines_of_readme(home):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if page not in ELSEWHERE and BLOCK.search(PAGES[page])])
+@pytest.mark.parametrize("page", [page for page in PAGES if BLOCK.search(PAGES[page])])
 def test_a_page_runs(page, home, capsys):
     names = NAMES.get(page, lambda home: {})(home)
     try:
-        for kind, block in BLOCK.findall(PAGES[page]):
+        for kind, block in BLOCK.findall(PAGES[page].partition(ELSEWHERE)[0]):
             if kind == "python":
                 exec(block.replace("base64,...", f"base64,{PIXEL}"), names)
             for line in () if kind else commands(block):

@@ -306,7 +306,7 @@ def test_each_refusal_is_one_sentence_that_names_its_argument():
         "style: got 'meta', expected one of anole, lumina": lambda: family_of(
             tiny.chameleon(), tiny.ChameleonTexts(), style="meta"
         ),
-        "codec: got one for a model of the type 'emu3'": lambda: family_of(tiny.emu3(), emu, codec=object()),
+        "codec: models of type 'emu3' do not take it": lambda: family_of(tiny.emu3(), emu, codec=object()),
         "model: type 'llama' does not generate images; `visspec list families` shows": lambda: family_of(other, None),
     }
     for start, call in refused.items():

@@ -168,7 +168,7 @@ def test_the_command_numbers_on_after_an_earlier_run(folder, tmp_path, capsys):
 
 def test_the_bench_refuses_a_method_before_any_work(folder, capsys, monkeypatch):
     monkeypatch.setattr("visspec.cli.bench_image.StockImageArm.__call__", lambda *a: pytest.fail("drawing began"))
-    wrong = {"jacobi/nope": "acceptance: got 'nope'", "islands/exact": "expected order='islands'"}
+    wrong = {"jacobi/nope": "acceptance: got 'nope'", "islands/exact": "Pass order='islands'"}
     for pair, words in wrong.items():
         assert cli.main(["bench", "image", "--model", str(folder), "--count", "2", "--method", f"x={pair}"]) == 2
         assert words in capsys.readouterr().err

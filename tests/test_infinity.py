@@ -1,6 +1,5 @@
 """Infinity: published layouts with random weights, compared with formulas that read the published tensors; the loop."""
 
-import copy
 import math
 import re
 
@@ -24,7 +23,7 @@ from visspec.models.infinity.network import InfinityConfig, reach_of, schedule
 from visspec.models.scales.kv_budget import CacheBudget
 from visspec.models.scales.multiscale import ScaleSizes
 from visspec.models.scales.reading import ConditionState
-from visspec.models.scales.target import ScaleSettings, ScaleTarget
+from visspec.models.scales.target import ScaleTarget
 from visspec.types import Request, Sampling
 
 SCALES = ScaleSizes(((1, 1), (2, 2), (3, 2), (4, 3)))
@@ -267,23 +266,8 @@ def test_infinity_pipeline(parts):
     assert all(torch.equal(a[: 5 * BITS], b[: 5 * BITS]) for a, b in zip(mixed.tokens, plainly.tokens))
     full = drawn(budget=CacheBudget.full(SCALES, DEPTH))
     assert all(torch.equal(a, b) for a, b in zip(full.tokens, plainly.tokens))
-    cold = drawn(per_scale=ScaleSettings(temperature=(0.01,) * 4))
-    greedy = ImagePipeline(model, features_of, parts={"codec": vae})(**asked | {"temperature": 0.0})
-    assert not torch.equal(cold.tokens[0], plainly.tokens[0])
-    assert float((cold.tokens[0] == greedy.tokens[0]).float().mean()) > 0.9
     pixels = ImagePipeline(model, features_of, parts={"codec": vae})(**asked | {"output_type": "np"})
     assert pixels.images[0].shape == (8, 6, 3)
-
-
-def test_drafts_change_no_bit_of_a_batch_invariant_pipeline(parts):
-    model, vae = parts
-    half = copy.deepcopy(model).to(torch.bfloat16)
-    pipe = ImagePipeline(half, features_of, parts={"codec": vae}, levels=3, batch_invariant=True, debug=True)
-    texts, options = ["a red cube", "snow"], {"output_type": "latent", "guidance_scale": 2.0}
-    alone = [pipe(text, seed=seed, **options).tokens[0] for seed, text in enumerate(texts)]
-    for drafter in (targets_drafter(half), targets_drafter(moved(half, 0.01))):
-        out = pipe(texts, seed=[0, 1], drafter=drafter, **options)
-        assert all(map(torch.equal, out.tokens, alone))
 
 
 def targets_drafter(model):

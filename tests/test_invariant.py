@@ -1,6 +1,5 @@
 """`batch_invariant=True`: a request's logits in half precision depend on the request alone, bit for bit."""
 
-import contextlib
 import functools
 
 import pytest
@@ -14,8 +13,7 @@ from tests.doubles import one_sentence
 from visspec.models.attention.draft_attention import folded_attention
 from visspec.models.decoder.prefix import PrefixCache
 from visspec.models.eagle.drafter import EagleDrafter
-from visspec.models.runner.widths import REFERENCE, FixedSums, PassWidths
-from visspec.models.scales.reading import ConditionState
+from visspec.models.runner.widths import REFERENCE, PassWidths
 
 NEW = 40
 LENGTHS = (5, 33, 12, 58)
@@ -257,30 +255,9 @@ def test_pictures_of_codes():
 def test_pictures_of_maps():
     texts = ["a photo of a pig", "a photo of a llama on a smooth grey ground", "a photo of an octopus"]
     pipe = painter("painter-var", batch_invariant=True)
-    alone = [pictures(pipe, [text], [seed])[0] for seed, text in enumerate(texts)]
-    assert [pictures(pipe, [text], [seed], "var")[0] for seed, text in enumerate(texts)] == alone
-    assert pictures(pipe, texts, [0, 1, 2], "var") == alone
-
-
-@pytest.mark.parametrize("sums, same", [(FixedSums(), True), (contextlib.nullcontext(), False)])
-def test_scales_together_and_apart(sums, same):
-    """Logits of a pass over several scales and images, and of passes over one each."""
-    family = painter("painter-var").family
-    sizes, generator = family.scales.sizes, torch.Generator().manual_seed(0)
-    value_BNS = torch.randint(family.codes, (3, len(sizes) - 1, max(sizes)), generator=generator)
-
-    def logits(rows, step):
-        reading = ConditionState(family.model, family.codec.quantize, torch.tensor(rows), len(rows))
-        found = [part for group in reading.read() for part in group.logits]
-        for part in value_BNS[rows].split(step, dim=1):
-            found += [each for group in reading.read(part) for each in group.logits]
-            reading.keep([part.shape[1]] * len(rows))
-        return found
-
-    with sums, torch.inference_mode():
-        together, alone = logits([0, 1, 2], 3), [logits([row], 1) for row in range(3)]
-    apart = [torch.cat(each) for each in zip(*alone, strict=True)]
-    assert all(map(torch.equal, together, apart)) == same
+    for drafter in (None, "var"):
+        alone = [pictures(pipe, [text], [seed], drafter)[0] for seed, text in enumerate(texts)]
+        assert pictures(pipe, texts, [0, 1, 2], drafter) == alone
 
 
 def test_relaxed_rules_and_batches():

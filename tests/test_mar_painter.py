@@ -233,7 +233,7 @@ def test_a_drafter_that_fails_is_left_out(pipe):
 def test_a_target_that_fails_says_so():
     model = fresh(SMALL)
     torch.nn.init.constant_(model.mar.head.final_layer.linear.bias, float("nan"))
-    with pytest.raises(ValueError, match=r"^model: got a vector that is not finite"):
+    with pytest.raises(ValueError, match=r"^model: The head returned a vector that is not finite"):
         drawn(ImagePipeline(model, None), PROMPTS[:1])
 
 

@@ -108,8 +108,9 @@ def inputs_of(name, lengths=LENGTHS, **options):
 
 
 @each_form
-def test_ragged_pictures_exact(name, reloaded):
-    quick = check_drafter("mtp", reloaded(name), inputs_of(name), NEW)
+@pytest.mark.parametrize("spec", ["mtp", "mtp:width=3,nodes=8"])
+def test_ragged_pictures_exact(name, spec, reloaded):
+    quick = check_drafter(spec, reloaded(name), inputs_of(name), NEW)
     assert max(round.levels for round in quick.last_state.trace.rounds) == mtp.LEVELS
     assert mtp_layer.in_files(reloaded(name))
 
@@ -156,17 +157,17 @@ def qwen_pass(tensors, config, ahead_Td, hidden_Td, rope):
     return norm(x + up @ block["mlp.down_proj.weight"].T, w["norm.weight"], eps, 1)
 
 
-def expected_logits(model, layer_pass, hidden_Td, embeds_Td, places_PT, token, levels):
-    """Logits of a row's levels, drafted greedily; each level passes anew over the prompt and the levels before it."""
+def expected_logits(model, layer_pass, hidden_Td, embeds_Td, places_PT, token, path):
+    """Logits of a row behind a drafted path; each of its tokens is read anew behind the prompt and those before it."""
     embed, head, rotary = model.get_input_embeddings(), model.get_output_embeddings(), model.get_decoder().rotary_emb
-    ahead, found = torch.cat([embeds_Td[1:], embed(token)[None]]), []
-    for _ in range(levels):
+    ahead = torch.cat([embeds_Td[1:], embed(token)[None]])
+    for level in range(len(path) + 1):
         cos, sin = rotary(ahead[None], places_PT[:, None] if len(places_PT) == 3 else places_PT)
         out = layer_pass(ahead, hidden_Td, (cos[0], sin[0]))[-1:]
-        found.append(head(out[0]))
-        ahead, hidden_Td = torch.cat([ahead, embed(found[-1].argmax())[None]]), torch.cat([hidden_Td, out])
-        places_PT = torch.cat([places_PT, places_PT[:, -1:] + 1], 1)
-    return torch.stack(found)
+        if level < len(path):
+            ahead = torch.cat([ahead, embed(torch.tensor(path[level : level + 1]))])
+            hidden_Td, places_PT = torch.cat([hidden_Td, out]), torch.cat([places_PT, places_PT[:, -1:] + 1], 1)
+    return head(out[0])
 
 
 def stock_pass(layer, window):
@@ -183,27 +184,42 @@ def stock_pass(layer, window):
 
 
 @each_form
+@pytest.mark.parametrize("width", [1, 3])
 @torch.no_grad()
-def test_drafts_against_description(name, reloaded):
-    """In a ragged batch with pictures: their embeddings and M-RoPE positions, a level at a time."""
-    model, inputs, found, seen = reloaded(name), inputs_of(name), [], []
+def test_drafts_against_description(name, width, reloaded):
+    """In a ragged batch with pictures: their embeddings and M-RoPE positions, a node at a time."""
+    model, inputs, found, seen, frontiers = reloaded(name), inputs_of(name), [], [], []
     layer = mtp_layer.load_layer(model)
     run = stock_pass(layer, 4 if name == "exaone" else 99)
     if name == "qwen3_5":
         run = functools.partial(qwen_pass, published(model, QWEN), layer.config)
-    drafter = mtp.MultiToken(levels=4)
+    drafter = mtp.MultiToken(levels=4, width=width)
     fast = visspec.accelerate(model, drafter, adaptive=False)
-    start, project = drafter.start, drafter.heads._project_to_logits
+    start, project, tree_builder = drafter.start, drafter.heads._project_to_logits, drafter.tree_builder
+
+    def watched(state, depth):
+        builder = tree_builder(state, depth)
+        grow = builder.grow
+        builder.grow = lambda logits: frontiers.append(grow(logits)) or frontiers[-1]
+        return builder
+
     drafter.start = lambda state, scores: (seen.append((scores, state.pending.clone())), start(state, scores))
     drafter.heads._project_to_logits = lambda hidden: found.append(project(hidden)) or found[-1]
+    drafter.tree_builder = watched
     fast.generate(**inputs, max_new_tokens=6, do_sample=False)
-    (scores, pending), logits_BNV = seen[0], torch.cat(found[:4], dim=1)
+    if width == 1:
+        frontiers = [(logits_B1V.argmax(-1), torch.zeros(len(logits_B1V), 1).long()) for logits_B1V in found]
+    scores, pending = seen[0]
     places = scores.aux["positions"]
     places_PBL = (places[-3:] if places.dim() == 3 else places[None]).expand(-1, len(pending), -1)
     for b, real_L in enumerate(inputs["attention_mask"].bool()):
-        features_Ld, embeds_Ld = scores.features[b, real_L], scores.aux["embeddings"][b, real_L]
-        expected = expected_logits(model, run, features_Ld, embeds_Ld, places_PBL[:, b, real_L], pending[b], 4)
-        torch.testing.assert_close(logits_BNV[b], expected, atol=1e-4, rtol=1e-4)
+        given = scores.features[b, real_L], scores.aux["embeddings"][b, real_L], places_PBL[:, b, real_L], pending[b]
+        paths = [[]]
+        for logits_BWV, (token_BW, parent_BW) in zip(found[:4], frontiers):
+            for logits_V, path in zip(logits_BWV[b], paths, strict=True):
+                expected = expected_logits(model, run, *given, path)
+                torch.testing.assert_close(logits_V, expected, atol=1e-4, rtol=1e-4)
+            paths = [paths[p] + [token] for token, p in zip(token_BW[b].tolist(), parent_BW[b].tolist())]
 
 
 def test_hub_cache(tmp_path, monkeypatch):
@@ -260,7 +276,7 @@ def test_what_is_refused(tmp_path):
         "unknown tensor 'mtp.layers.1.x'": tensors | {"mtp.layers.1.x": torch.zeros(1)},
         "'mtp.fc.weight' of": tensors | {"mtp.fc.weight": torch.zeros(32, 32)},
     }
-    cases = [(bare, "has no tensors of such a layer"), (llama(), "expected a model with layers that predict")]
+    cases = [(bare, "has no tensors of such a layer"), (llama(), "expected a model with MTP layers")]
     sparse = saved(tmp_path / "sparse", minimax(), {"mtp.fc.weight": torch.zeros(32, 64)})
     cases += [(sparse, "has minimax_m3_sparse, expected full or sliding attention")]
     cases += [(saved(tmp_path / str(i), model, found), said) for i, (said, found) in enumerate(changed.items())]

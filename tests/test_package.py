@@ -93,7 +93,7 @@ def assert_found_in(site: Path, cwd: Path, further: str) -> str:
     run = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     (missing,) = [line for line in run.stderr.splitlines() if "painter-mar" in line]
-    assert "are not in" in missing and "the repository has them" in missing
+    assert "are not in" in missing and "The repository has them" in missing
     return run.stdout
 
 

@@ -42,6 +42,15 @@ def test_coarse_arithmetic_is_no_fault(dtype):
     refused(gpt_neo().to(dtype), "different logits")
 
 
+@pytest.mark.parametrize(("astray", "supported"), [(1, True), (100, False)])
+def test_half_precision_is_judged_by_several_draws(monkeypatch, astray, supported):
+    """Rounding is amplified in some draws only; a difference in all of them is a fault."""
+    measure, errors = probe._difference, iter(astray * [0.4])
+    monkeypatch.setattr(probe, "_difference", lambda *given: (next(errors, measure(*given)[0]), 0.1))
+    result = probe._probe(HFDecoder(llama().to(torch.bfloat16), check=False))
+    assert (result.fault is None) == supported and result.padding
+
+
 def test_missing_layers_at_prompt():
     inputs = prompt("llama", ["9"])
     with pytest.raises(ValueError, match="wrote keys and values in 1 of 2 layers"):

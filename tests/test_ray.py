@@ -109,7 +109,7 @@ def test_bad_prompt_is_error_record(pipe):
     found = {row["id"]: row for row in drawing(records)}
     assert set(found["a"]) == set(found["long"]) and found["none"]["error"] == "none: no prompt"
     assert found["long"]["error"].startswith("long: ") and found["long"]["image"] is None
-    assert found["odd"]["error"] == "odd: prompt: got 'a \\ud800', expected a text that UTF-8 can encode"
+    assert found["odd"]["error"] == "odd: prompt: got 'a \\ud800', expected a text that UTF-8 can encode."
     alone = next(iter(drawing(records[:1])))
     assert alone["image"] == found["a"]["image"] and alone["error"] is None and alone["seed"] == seed_of(5, "a")
 

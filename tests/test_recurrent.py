@@ -1,14 +1,16 @@
 """Targets with layers that keep a state (linear attention, short convolutions): drafts are undone by replays."""
 
 import functools
+from itertools import zip_longest
 
 import pytest
 import torch
 import transformers as tf
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import visspec
 from tests.doubles import Double, Oracle, TreeOracle, new_tokens, opened_model
-from tests.tiny import IMAGE, PAD, TEXT, VISION_IDS, built, packed_pixels
+from tests.tiny import IMAGE, MROPE, PAD, TEXT, VIDEO, VISION_IDS, built, packed_pixels
 from tests.tiny_classes import tiny_model
 from visspec import tree as trees
 from visspec.models.attention import recurrent
@@ -27,7 +29,7 @@ HYBRID = {**TEXT, "num_hidden_layers": 4, "layer_types": ["linear_attention"] * 
 
 def qwen3_5_vl():
     tower = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 2}
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 0, 0], "partial_rotary_factor": 0.25}
+    rope = {**MROPE, "mrope_section": [1, 1, 1], "mrope_interleaved": True, "partial_rotary_factor": 0.75}
     config = tf.Qwen3_5Config(
         text_config={**HYBRID, "rope_parameters": rope},
         vision_config={**tower, "out_hidden_size": 32, "num_position_embeddings": 16, "temporal_patch_size": 2},
@@ -76,19 +78,26 @@ def model_of(name):
         return MODELS[name]()
 
 
+MEDIA = {  # in front of a row: its grid, and its ids, of a video frame by frame behind their times
+    "image": ([1, 4, 8], [92, *[IMAGE] * 8, 93]),
+    "video": ([3, 4, 4], [7, 92, *[VIDEO] * 4, 93] * 3),
+}
+
+
 def prompt(name, lengths, seed=0):
-    """Left-padded rows of ordinary ids, with a picture in front in the vision-language model."""
+    """Left-padded rows of ordinary ids; in the vision-language model with a picture, a video or nothing in front."""
     generator = torch.Generator().manual_seed(seed)
     rows = [torch.randint(5, 88, (n,), generator=generator).tolist() for n in lengths]
     visual = name.endswith("_vl")
-    if visual:
-        rows = [[92, *[IMAGE] * 4, 93, *row] for row in rows]
+    media = [("image", "video", None)[(b + seed) % 3] for b in range(len(rows))] if visual else []
+    rows = [MEDIA[what][1] + row if what else row for what, row in zip_longest(media, rows)]
     longest = max(map(len, rows))
     ids = torch.tensor([[PAD] * (longest - len(row)) + row for row in rows])
     inputs = {"input_ids": ids, "attention_mask": (torch.arange(longest) >= longest - ids.ne(PAD).sum(1, True)).long()}
     if visual:
-        inputs["mm_token_type_ids"] = (ids == IMAGE).int()
-        inputs |= packed_pixels([[1, 4, 4]] * len(rows), seed, "image")
+        inputs["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+        for what in set(media) - {None}:
+            inputs |= packed_pixels([MEDIA[what][0]] * media.count(what), seed, what)
     return inputs
 
 
@@ -264,7 +273,8 @@ def test_law_of_trees(name, monkeypatch):
     paths = [[m for m in trees.paths(draft.tree)[0, n].tolist() if m >= 0] for n in (7, 0, 3)]
     before = [[*ids, *(int(draft.value[b, m]) for m in path)] for b, (ids, path) in enumerate(zip(before, paths))]
     next_round(target, state, draft, paths, [11, 12, 13])
-    assert len(set(state.cache.past.replayed)) > 1
+    replayed = state.cache.past.replayed
+    assert replayed == [0, 0, 0] if name == "lfm2" else len(set(replayed)) > 1  # windows of convolutions are kept
     assert variation(model, target, state, random_draft(state, 20, 2), before) < 1e-12
     made = recurrent.path_rows
 
@@ -296,6 +306,43 @@ def test_the_longest_path_is_not_replayed(most, monkeypatch):
     for i, layer in state.cache.past.layers.items():
         torch.testing.assert_close(layer.recurrent_states[0][0], cache.layers[i].recurrent_states[0][0])
         torch.testing.assert_close(layer.conv_states[0][0], cache.layers[i].conv_states[0][0])
+
+
+@torch.inference_mode()
+def test_rows_of_a_draft_are_one_chunk(monkeypatch):
+    """torch's gated delta rule fills the rows of a prompt up to 64 tokens, but not those of a chain or a tree."""
+    rule, sizes = modeling_qwen3_5.torch_chunk_gated_delta_rule, []
+
+    @functools.wraps(rule)
+    def spy(*args, **more):
+        sizes.append(more.get("chunk_size"))
+        return rule(*args, **more)
+
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", spy)
+    target, state, _ = opened_model(model_of("qwen3_5"), prompt("qwen3_5", (9, 6)))
+    assert sizes[-3:] == [None] * 3
+    for parent, size in (((-1, 0, 1, 2), 4), ((-1, 0, 0, 1, 1), 3)):
+        target.verify(state, Draft(torch.full((2, len(parent)), 7), trees.static(parent)))
+        assert sizes[-3:] == [size] * 3
+
+
+def test_windows_behind_trees_that_take_too_much_memory(monkeypatch):
+    """Short convolutions: such trees are replayed, the chains between them are not."""
+    monkeypatch.setattr(recurrent, "MOST_BYTES", 0)
+    monkeypatch.setattr(recurrent, "MOST", 3)
+    lengths = (12, 7, 3)
+    inputs, expected = prompt("lfm2", lengths), stock("lfm2", lengths)
+    drafter, tree, replayed = Erring(expected, 0.5, 3, True), TreeOracle(expected, 0.3, per_row=True), []
+    chain = drafter.propose
+
+    def propose(state, depth):
+        replayed.append(max(state.cache.past.replayed))
+        return (tree.propose if len(replayed) % 2 else chain)(state, depth)
+
+    drafter.propose = propose
+    fast = visspec.accelerate(model_of("lfm2"), drafter, adaptive=False)
+    assert new_tokens(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == expected
+    assert max(replayed[1::2]) > 3 and max(replayed[::2]) == 0
 
 
 def test_recurrent_refusals():

@@ -222,7 +222,7 @@ def test_numbers_belong_to_codes(make):
     ragged.select([1])
     assert torch.equal(ragged.codes(1)[0, 0], whole[1, 2])
     assert ragged.codes(3).shape[2] == 30, "behind the last scale there are no codes"
-    with pytest.raises(ValueError, match="stream: got Scale"):
+    with pytest.raises(ValueError, match="stream: Models that generate maps"):
         ragged.join(stepwise, [0])
 
 

@@ -21,7 +21,7 @@ from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.scales.reading import ConditionState
-from visspec.models.scales.target import ScaleSettings, ScaleTarget
+from visspec.models.scales.target import ScaleTarget
 from visspec.models.var.drafter import SmallVAR
 from visspec.models.var.network import VAR, VARConfig
 from visspec.models.var.target import ScalePrompt, VARImages
@@ -120,21 +120,18 @@ def cut(logits, temperature, top_k, top_p):
     return distribution
 
 
-SETTINGS = ScaleSettings(temperature=(1.0, 1.3, 0.7, 1.0), top_k=(0, 5, 9, 3), top_p=(1.0, 0.9, 0.8, 1.0))
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("guidance, ramp", [(1.0, "linear"), (2.5, "linear"), (2.5, "constant")])
 def test_every_node_has_the_law_of_its_scales(model, guidance, ramp):
-    """Rows at different scales, chains of drafts, settings by scale."""
+    """Rows at different scales, chains of drafts."""
     torch.manual_seed(0)
-    target = ScaleTarget(VARImages(model, codec=vae(), per_scale=SETTINGS, ramp=ramp))
+    target = ScaleTarget(VARImages(model, codec=vae(), ramp=ramp))
     classes, gained = [1, 4, CLASSES], [1, 0, 2]  # scales that were read before
     codes = torch.randint(16, (3, 30))
     maps = torch.zeros(3, 4, 16, dtype=torch.long)
     for k, own in enumerate(codes.split(SCALES.sizes, dim=1)):
         maps[:, k, : own.shape[1]] = own
-    state, first = target.prefill(request(classes, Sampling(1.0, guidance=guidance)))
+    state, first = target.prefill(request(classes, Sampling(1.3, 9, 0.9, guidance)))
     state.cache.read(maps[:, :2])
     state.cache.keep(gained)
     state.output.tokens = [list(range(count + 1)) for count in gained]
@@ -154,8 +151,7 @@ def test_every_node_has_the_law_of_its_scales(model, guidance, ramp):
             assert int(distribution.count[b, node]) == end - begin
             grown = guidance if ramp == "constant" else 1 + (guidance - 1) * scale / 3
             mixed = said[1] + grown * (said[0] - said[1])
-            settings = [getattr(SETTINGS, name)[scale] for name in ("temperature", "top_k", "top_p")]
-            wanted = torch.stack([cut(row, *settings) for row in mixed[begin:end]])
+            wanted = torch.stack([cut(row, 1.3, 9, 0.9) for row in mixed[begin:end]])
             torch.testing.assert_close(distribution.p[b, node, : end - begin], wanted, rtol=1e-3, atol=1e-4)
 
 
@@ -299,8 +295,6 @@ def test_wrong_compositions_are_refused(model):
         ("codec: got NoneType, expected VAR's", lambda: VARImages(model)),
         ("codec: got 4 codes of 4, expected the model's 16", lambda: VARImages(model, codec=vae(4))),
         ("ramp: got 'cosine'", lambda: VARImages(model, codec=vae(), ramp="cosine")),
-        ("top_k: got 3 numbers, expected 4", lambda: VARImages(model, None, vae(), ScaleSettings(top_k=(1, 2, 3)))),
-        ("temperature: got 0 for a scale", lambda: VARImages(model, None, vae(), ScaleSettings((0.0, 1.0, 1.0, 1.0)))),
         ("reads hidden states", lambda: family.make_target(DrafterTraits(feature_layers=(1,)), False)),
         ("compile: got True", lambda: family.make_target(DrafterTraits(), True)),
     ):  # fmt: skip

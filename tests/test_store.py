@@ -71,7 +71,7 @@ def test_store_serves_later_runs(home, monkeypatch, capsys):
     said = capsys.readouterr().err
     files = sorted((home / "store").glob("answers-*"))
     size = files[0].stat().st_size
-    assert len(files) == 2 and f"keeps {size / 2e6:.2f} MB per answer, {size * 2 / 1e9:.2f} GB for 4 answers" in said
+    assert len(files) == 4 and f"keeps {size / 2e6:.2f} MB per answer, {size * 4 / 1e9:.2f} GB for 8 answers" in said
     monkeypatch.setattr("visspec.train.loop.capture", None)  # the target is not asked again
     run_of(home, "second", store=home / "store")
     run_of(home, "other", store=home / "store", rate=2e-3)

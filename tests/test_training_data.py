@@ -11,7 +11,7 @@ import visspec
 from tests.doubles import one_sentence, tar_of
 from tests.test_videos import model as qwen
 from tests.test_videos import processor, write
-from visspec.api import self_prompts, train_drafter, training_data
+from visspec.api import self_prompts, train_drafter
 from visspec.api.captions import PROMPT, process_chats
 from visspec.api.conversations import conversation_of
 from visspec.api.self_prompts import opening
@@ -116,7 +116,7 @@ REFUSED = {
     "got more marks of images than the 0": {"prompt": "<image> w1"},
     "got 1 images without a mark": LLAVA | {"image": ["a.png", "b.png"]},
     "image: got int, expected a path": {"image": 3},
-    "image: got 'https://x.org/a.png', expected a file: nothing is fetched": {"image": "https://x.org/a.png"},
+    "image: got 'https://x.org/a.png', expected a file. Nothing is downloaded": {"image": "https://x.org/a.png"},
     "image: got base64 that can't be read": {"image": RED + "é"},
 }  # fmt: skip
 
@@ -127,7 +127,7 @@ def test_what_is_not_used_is_refused_by_name(home, said):
         TrainingData(lines(home / "d.jsonl", REFUSED[said]))
 
 
-def test_data_that_can_not_be_read_is_refused(home):
+def test_data_that_can_not_be_read_is_refused(home, monkeypatch):
     (home / "empty.jsonl").write_text("\n")
     (home / "torn.json").write_text('[{"image": "a.png"}, {"image"')
     (home / "line.jsonl").write_text('{"image": "a.png"}\nno\n')
@@ -139,16 +139,17 @@ def test_data_that_can_not_be_read_is_refused(home):
     for said, file in {
         "neither a folder nor a file": "nothing",
         "holds no line, expected": "empty.jsonl",
-        "torn.json: got no JSON behind byte 21, expected an array": "torn.json",
+        "torn.json: Expecting ':' delimiter": "torn.json",
         "line 2 of .*line.jsonl: Expecting value": "line.jsonl",
         "torn.tar: ": "torn.tar",
         "torn.parquet: ": "torn.parquet",
         "txt.tar: got x.txt, expected it to be an image, .json, .prompt or among --ignore": "txt.tar",
         "two.tar: got x.jpg, expected one image of a name": "two.tar",
-        "x.png of .*list.tar: got a .json that is not an object": "list.tar",
+        "x of .*list.tar: got a .json that is not an object": "list.tar",
     }.items():
         if file == "torn.parquet":
-            pytest.importorskip("pyarrow")
+            datasets = pytest.importorskip("datasets")
+            monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "cache")
         with one_sentence(f"data: .*{said}"):
             TrainingData(home / file)
     assert len(TrainingData(home / "txt.tar", ignore=["txt"])) == 1
@@ -158,7 +159,7 @@ def test_data_that_can_not_be_read_is_refused(home):
         TrainingData(home, "own")
 
 
-def sources(home):
+def sources(home, monkeypatch):
     """The same three records in every kind of data."""
     more = [LLAVA, LLAVA | {"image": "b.png"}, {"image": "a.png", "prompt": "w5"}]
     yield lines(home / "d.jsonl", *more)
@@ -173,21 +174,19 @@ def sources(home):
         {"prompt": None} | entry | {"image": {"bytes": data, "path": None}} for entry, data in zip(entries, pictures)
     ]
     try:
-        import pyarrow
-        import pyarrow.parquet
+        import datasets
     except ImportError:
         return
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(table), home / "d.parquet", row_group_size=2)
+    datasets.Dataset.from_list(table).to_parquet(home / "d.parquet")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "cache")
     yield home / "d.parquet"
-    datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_list(table).save_to_disk(home / "saved")
     yield home / "saved"
 
 
 def test_every_kind_of_data_gives_the_same_items(home, monkeypatch):
-    monkeypatch.setattr(training_data, "CHUNK", 16)
     seen = []
-    for source in sources(home):
+    for source in sources(home, monkeypatch):
         data = TrainingData(source)
         assert len(data) == 5 and data.answers == 4, source
         items = [data[n] for n in range(5)]
@@ -207,21 +206,14 @@ def test_folder_of_images(home):
 
 
 def test_orders_are_permutations_by_seed(home):
-    parquet, pyarrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
-    table = pyarrow.Table.from_pylist([{"prompt": f"w{n}"} for n in range(60)])
-    parquet.write_table(table, home / "d.parquet", row_group_size=3)
-    rows, plain = TrainingData(home / "d.parquet"), TrainingData(lines(home / "d.jsonl", *table.to_pylist()))
-    for data in (rows, plain):
-        some = torch.arange(5, 60)
-        orders = [data.shuffle(some, seed).tolist() for seed in (0, 0, 1)]
-        assert orders[0] == orders[1] != orders[2] and all(sorted(order) == some.tolist() for order in orders)
-        training, held = data.hold_out(64, 3)
-        assert len(held) == 3 and sorted([*training.tolist(), *held.tolist()]) == [*range(60)]
-        assert held.tolist() != [0, 1, 2] and not torch.equal(held, data.hold_out(64, 4)[1])
-        assert len(data.hold_out(2, 3)[1]) == 2
-    order = rows.shuffle(torch.arange(60), 0)
-    windows = [{n // 3 for n in part} for part in order.view(5, 12).tolist()]
-    assert all(len(window) == training_data.WINDOW for window in windows) and windows[0] != {0, 1, 2, 3}
+    data = TrainingData(lines(home / "d.jsonl", *[{"prompt": f"w{n}"} for n in range(60)]))
+    some = torch.arange(5, 60)
+    orders = [data.shuffle(some, seed).tolist() for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2] and all(sorted(order) == some.tolist() for order in orders)
+    training, held = data.hold_out(64, 3)
+    assert len(held) == 3 and sorted([*training.tolist(), *held.tolist()]) == [*range(60)]
+    assert held.tolist() != [0, 1, 2] and not torch.equal(held, data.hold_out(64, 4)[1])
+    assert len(data.hold_out(2, 3)[1]) == 2
 
 
 def test_whole_records_are_held_out(home):

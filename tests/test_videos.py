@@ -14,6 +14,7 @@ from PIL import Image
 
 from tests import tiny
 from tests.doubles import one_sentence
+from tests.test_recurrent import qwen3_5_vl
 from tests.tiny_images import glm_processor, word_tokenizer
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import Captions, process_batch
@@ -32,17 +33,21 @@ TEMPLATE = (
 
 
 @cache
-def processor() -> tf.Qwen2_5_VLProcessor:
+def processor(name: str = "qwen2_5") -> tf.ProcessorMixin:
     names = [SPECIAL.get(i, "<unk>" if i == 3 else f"w{i}") for i in range(tiny.VOCAB)]
-    tokenizer = word_tokenizer(names, pad_token="<pad>", image_token=SPECIAL[90], video_token=SPECIAL[91])
+    kinds = {tiny.IMAGE: "image", tiny.VIDEO: "video", tiny.VISION_START: "vision_start", tiny.VISION_END: "vision_end"}
+    tokenizer = word_tokenizer(names, pad_token="<pad>", **{f"{kind}_token": SPECIAL[i] for i, kind in kinds.items()})
     sizes = {"patch_size": 2, "size": {"shortest_edge": 64, "longest_edge": 8 * SIDE**2}}
-    pixels, frames = tf.Qwen2VLImageProcessor(**sizes), tf.Qwen2VLVideoProcessor(**sizes)
-    return tf.Qwen2_5_VLProcessor(pixels, tokenizer, frames, chat_template=TEMPLATE)
+    pixels = tf.Qwen2VLImageProcessor(**sizes)
+    if name == "qwen3_5":  # frame by frame, behind their times
+        frames = tf.Qwen3VLVideoProcessor(**sizes, cap_pixels_per_frame=False)
+        return tf.Qwen3VLProcessor(pixels, tokenizer, frames, chat_template=TEMPLATE)
+    return tf.Qwen2_5_VLProcessor(pixels, tokenizer, tf.Qwen2VLVideoProcessor(**sizes), chat_template=TEMPLATE)
 
 
 @cache
-def model():
-    return tiny.qwen2_5_vl()
+def model(name: str = "qwen2_5"):
+    return qwen3_5_vl() if name == "qwen3_5" else tiny.qwen2_5_vl()
 
 
 def write(path: Path) -> Path:
@@ -71,26 +76,28 @@ def test_frames_are_the_middles_of_equal_parts(clip, count, indices):
     assert max(abs(red - 10 * i) for red, i in zip(reds, indices, strict=True)) < 5
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram", "vispec"])
-def test_captions_of_clips_are_those_of_generate(clip, tmp_path, drafter):
+@pytest.mark.parametrize(
+    "name, drafter", [("qwen2_5", None), ("qwen2_5", "ngram"), ("qwen2_5", "vispec"), ("qwen3_5", "context")]
+)
+def test_captions_of_clips_are_those_of_generate(clip, tmp_path, name, drafter):
     Image.new("RGB", (SIDE, SIDE), (0, 90, 0)).save(tmp_path / "still.png")
     files = [clip, tmp_path / "still.png"]
     if drafter == "vispec":
         drafter = EagleDrafter.for_model(model(), image_latents=2)
-    fast = accelerate(model(), drafter)
-    captions = Captions(fast, processor(), request="w7 w8", slots=2, frames=4, max_new_tokens=9)
+    fast, reads = accelerate(model(name), drafter), processor(name)
+    captions = Captions(fast, reads, request="w7 w8", slots=2, frames=4, max_new_tokens=9)
     found = {made.path: made for made in captions(files)}
     with torch.inference_mode():
         for path, media in zip(files, (read_clip(clip, 4), Image.open(files[1]))):
             made = found[str(path)]
-            inputs = process_batch(processor(), [media], ["w7 w8"])
+            inputs = process_batch(reads, [media], ["w7 w8"])
             grid = inputs.get("video_grid_thw", inputs.get("image_grid_thw"))
             ids, slots = inputs["input_ids"], int(grid.prod()) // 4
-            if isinstance(media, Clip):  # two frames a patch, 1.6 frames a second
+            if isinstance(media, Clip) and name == "qwen2_5":  # two frames a patch, 1.6 frames a second
                 assert float(inputs["second_per_grid_ts"][0]) == pytest.approx(2 / 1.6)
             assert (ids == (tiny.VIDEO if isinstance(media, Clip) else tiny.IMAGE)).sum() == slots > 8
-            stock = model().generate(**inputs, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
-            assert made.text == processor().tokenizer.decode(stock, skip_special_tokens=True).strip()
+            stock = model(name).generate(**inputs, max_new_tokens=9, do_sample=False)[0, ids.shape[1] :]
+            assert made.text == reads.tokenizer.decode(stock, skip_special_tokens=True).strip()
 
 
 def test_stream_of_clips_and_images(clip, tmp_path):

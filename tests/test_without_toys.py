@@ -53,7 +53,7 @@ REFUSED = {
     ("generate", "x", "--model", "painter"): (
         r"model: painter is neither a folder nor in the cache, and the hub could not be reached, expected a .*"
     ),
-    ("demo",): r"world: got 'shapes', but no scenes are included without visspec\.toys",
+    ("demo",): r"world: got 'shapes', but no scenes are included without visspec\.toys\.",
 }
 TOY_WORDS = re.compile(r"captioner|painter|emoji|\btoys\b|rendered shapes|shape[- ]world|[\"']shapes[\"']", re.I)
 MAY_NAME = {"visspec/toys", "visspec/cli/demo.py", "visspec/cli/race.py", "visspec/io/included.py"}

@@ -1,5 +1,6 @@
 """What `tests/test_train_processes.py` runs in two processes: a drafter trained whole, broken off, resumed."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from visspec.api import train_drafter
 from visspec.api import train_processes as workers
 from visspec.train.loop import SingleProcess, Trainer
 
-STOP = 3
+STOP = 6
 
 
 class ByHand(SingleProcess):
@@ -38,19 +39,17 @@ def pictures(folder: Path) -> None:
 
 
 def run_of(home: Path, name: str, **options) -> list[dict]:
-    """A short run of four steps on pictures in `data`, without a processor."""
+    """A short run of eight steps on pictures in `data`, without a processor."""
     model = model_of("llava")
     train_drafter.targets.load = lambda *a, **k: (model, None)
     train_drafter.prepare = lambda p, images, texts, m: prompt("llava", ["4 i 5"] * len(images))
-    sizes = {"steps": 4, "rows": 2, "max_new_tokens": 8, "group": 1, "reuse": 2, "unroll": 2, "image_latents": 0}
-    saving = {"save_every": 2, "validate_every": 2, "warm_up": 0.25}
+    sizes = {"steps": 8, "rows": 2, "max_new_tokens": 8, "group": 1, "reuse": 2, "unroll": 2, "image_latents": 0}
+    saving = {"save_every": 4, "validate_every": 4, "warm_up": 0.125}
     return train_drafter.run("x", home / "data", home / name, **sizes | saving | options)
 
 
-def main(parallel: str, home: Path) -> None:
-    def run(name: str, **options) -> list[dict]:
-        return run_of(home, name, parallel=parallel, **options)
-
+def main(home: Path) -> None:
+    run = partial(run_of, home)
     found = run("whole")
     update = Trainer.update
 
@@ -65,9 +64,8 @@ def main(parallel: str, home: Path) -> None:
     except KeyboardInterrupt:
         Trainer.update = update
     assert run("broken", resume=True)[-1]["tau_greedy"] == found[-1]["tau_greedy"]
-    if parallel == "ddp":
-        train_drafter.workers = lambda *a: ByHand()
-        run("by-hand")
-    several = workers.Workers(parallel == "fsdp", "cpu")
+    train_drafter.workers = lambda *a: ByHand()
+    run("by-hand")
+    several = workers.Workers("cpu")
     assert several.world == 2
     several.accelerator.end_training()

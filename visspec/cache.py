@@ -59,14 +59,9 @@ def more_room(needed: int, had: int) -> int:
 class SlotCache:
     """Preallocated keys and values of all layers of one request. A layer is allocated when it is first written.
 
-    Args:
-        rows: Number of rows.
-        answer: Number of slots expected after the prompt. They are allocated with it, up to `AT_ONCE` or the prompt's
-            length. A full layer grows by half.
-        lean: Allocate only the prompt's slots at first, for rows that will be copied to another cache (`join`).
-
-    `steady` makes all passes alike, as compiled ones need: several rows are always addressed by slot, and a mask is
-    always built, even if rows have the same length.
+    `answer` slots are allocated with the prompt, up to `AT_ONCE` or the prompt's length; a full layer grows by half.
+    `lean` only allocates the prompt's slots, for rows that will be copied (`join`). `steady` makes all passes alike, as
+    compiled ones need: several rows are always addressed by slot, and a mask is always built.
     """
 
     def __init__(self, rows: int, answer: int = 0, lean: bool = False):
@@ -117,18 +112,13 @@ class SlotCache:
         return self._extent
 
     def open_at(self, slots: Tensor, extent: int) -> None:
-        """Start a pass that overwrites these slots (B, N) and attends to `extent` slots. Row lengths do not change, so
-        don't call `commit` after it.
-        """
+        """Start a pass that overwrites these slots (B, N) and attends to `extent` slots. It must not be committed."""
         self.nodes, self._slots, self._extent = slots.shape[1], slots, extent
         self._reserve()
 
     def fill(self, starts: Sequence[tuple[Sequence[Tensor], int]], more: int) -> None:
-        """Initialise the cache with copies of the first slots of other rows.
-
-        Args:
-            starts: For each row, the keys of all layers, then the values, (H, S, E), and the number of used slots.
-            more: Number of slots to allocate behind them.
+        """Initialise the cache with copies of the first slots of other rows, and `more` slots behind them. Each row has
+        the keys of all layers, then the values, (H, S, E), and the number of used slots.
         """
         self.lengths = [length for _, length in starts]
         made = []
@@ -162,7 +152,6 @@ class SlotCache:
         return keys[:, :, : self._extent], values[:, :, : self._extent]
 
     def _reserve(self) -> None:
-        """Make room for this pass in all layers, which have the same size."""
         if self.keys and self.keys[0].shape[2] < self._extent:
             for store in (self.keys, self.values):
                 for layer, old in enumerate(store):
@@ -175,8 +164,8 @@ class SlotCache:
         return torch.zeros(rows + self.spare, heads, slots, size, dtype=like.dtype, device=like.device)[:rows]
 
     def _grown(self, old: Tensor) -> Tensor:
-        wanted = first_room(self._extent, self.answer) if self.lean else more_room(self._extent, old.shape[2])
-        new = self._allocate(old, wanted)
+        size = first_room(self._extent, self.answer) if self.lean else more_room(self._extent, old.shape[2])
+        new = self._allocate(old, size)
         new[:, :, : old.shape[2]] = old
         return new
 
@@ -192,16 +181,13 @@ class SlotCache:
         self.lengths = [n + len(path) for n, path in zip(self.lengths, paths)]
 
     def _alike(self) -> list[list[Tensor]]:
-        """Return keys and values of all layers, grouped by device and shape."""
         groups: dict[tuple, list[Tensor]] = {}
         for store in (*self.keys, *self.values):
             groups.setdefault((store.device, store.shape, store.dtype), []).append(store)
         return list(groups.values())
 
     def select(self, keep: list[int]) -> None:
-        """Keep only these rows, in this order; keep[b] >= b. Rows that change their place are moved in the stores, and
-        the room behind the last row is kept.
-        """
+        """Keep only these rows, in this order; keep[b] >= b. The room behind the last row is kept."""
         longest = self.length
         for stores in (self.keys, self.values):
             stores[:] = [move_rows(store, keep, store[:, :, :longest]) for store in stores]
@@ -223,15 +209,10 @@ class SlotCache:
         self.padding = self.mask = None
 
     def join(self, other: SlotCache, take: list[int], skip: list[int]) -> None:
-        """Add rows of another cache of the same model, using spare rows first.
-
-        Args:
-            other: The other cache.
-            take: Indices of its rows.
-            skip: Number of padding slots at the start of each row, which are not copied. Nothing else may be masked
-                (`pack`).
+        """Add rows `take` of another cache of the same model, using spare rows first. The first skip[b] slots of row b
+        are padding and are not copied. Nothing else may be masked (`pack`).
         """
-        rows, wanted = len(self.lengths), len(self.lengths) + len(take)
+        rows, total = len(self.lengths), len(self.lengths) + len(take)
         growth = [other.lengths[b] - skip[b] for b in take]
         slots = max(max(growth), *(store.shape[2] for store in self.keys))
         enough = self.spare >= len(take) and all(store.shape[2] == slots for store in self.keys)
@@ -239,20 +220,18 @@ class SlotCache:
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for layer, (old, new) in enumerate(zip(mine, theirs)):
                 if enough:
-                    store = widen_store(old, wanted)
+                    store = widen_store(old, total)
                 else:
-                    store = self._allocate(old[:1].expand(wanted, -1, -1, -1), slots)
+                    store = self._allocate(old[:1].expand(total, -1, -1, -1), slots)
                     store[:rows, :, : self.length] = old[:, :, : self.length]
-                for row, b, length in zip(range(rows, wanted), take, growth):
+                for row, b, length in zip(range(rows, total), take, growth):
                     store[row, :, :length] = new[b, :, skip[b] : other.lengths[b]]
                 mine[layer] = store
         self.lengths, self.mask = self.lengths + growth, None
 
 
 def move_rows(store: Tensor, keep: list[int], used: Tensor) -> Tensor:
-    """Move the rows `keep` of a store to its front, in place; keep[b] >= b, so no row is overwritten before it has
-    moved. `used` is the view of the store that holds data.
-    """
+    """Move the rows `keep` of a store to its front, in place; keep[b] >= b. `used` is the view that holds data."""
     for b, row in enumerate(keep):
         if row != b:
             used[b] = used[row]
@@ -265,16 +244,9 @@ def widen_store(store: Tensor, rows: int) -> Tensor:
 
 
 def visibility(tree_ancestor: Tensor, lengths: list[int] | Tensor, padding_BS: Tensor | None, extent: int) -> Tensor:
-    """Return an attention mask (B, W, extent) for W of N draft nodes, true where a node attends to a slot.
-
-    A node attends to the committed slots of its row that are not padding, and in the slots behind them to its ancestors
-    and itself.
-
-    Args:
-        tree_ancestor: (1|B, W, N) bool.
-        lengths: Committed slots of each row, (B,).
-        padding_BS: (B, S) bool, true for real prompt slots; None if all are.
-        extent: Number of slots.
+    """Return an attention mask (B, W, extent) for W of N draft nodes, true where a node attends to a slot: the
+    committed slots of its row (B,) that are not padding, and behind them its ancestors (1|B, W, N) and itself.
+    padding_BS is true for real prompt slots.
     """
     device, (width, size) = tree_ancestor.device, tree_ancestor.shape[-2:]
     length_B = to_device(lengths, device)

@@ -35,15 +35,15 @@ class Entry(NamedTuple):
 
 def options_of(kind: Callable[..., object]) -> dict[str, tuple[str, Any]]:
     """Return annotation and default of the options of a class or function, by name."""
-    found = {}
+    options = {}
     for name, parameter in signature(kind).parameters.items():
         annotation = parameter.annotation
         if annotation is Parameter.empty:
             annotation = type(parameter.default)
         words = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
         if parameter.default is not Parameter.empty and words.split(" | ")[0] in VALUES:
-            found[name] = words.removesuffix(" | None"), parameter.default
-    return found
+            options[name] = words.removesuffix(" | None"), parameter.default
+    return options
 
 
 TABLES: dict[str, dict[str, Entry]] = {

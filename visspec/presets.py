@@ -14,9 +14,7 @@ SIZES = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 
 
 class Preset(NamedTuple):
-    """A published method as arguments of `accelerate` or `ImagePipeline`. A trained drafter is given by its kind; the
-    included drafter of that kind for the model is used.
-    """
+    """A published method as arguments of `accelerate` or `ImagePipeline`; a trained drafter is given by its kind."""
 
     drafter: str
     acceptance: str
@@ -203,12 +201,12 @@ def write_preset(path: str | Path, model: ConfiguredModel, choice: Mapping[str, 
 
 def read_preset(path: str | Path, model: ConfiguredModel | None = None) -> Preset:
     """Read a preset from a file. Raises ValueError for other files, or if it was made for another model."""
-    found = read_json(Path(path).parent, Path(path).name)
-    if missing := [name for name in ("drafter", "acceptance", "made_for") if name not in found]:
-        raise ValueError(f"preset: {path} has no {missing[0]}, expected a file that `visspec tune --out` wrote")
+    entries = read_json(Path(path).parent, Path(path).name)
+    if missing := [name for name in ("drafter", "acceptance", "made_for") if name not in entries]:
+        raise ValueError(f"preset: {path} has no {missing[0]}, expected a file that `visspec tune --out` wrote.")
     for name, value in (target_sizes(model) if model is not None else {}).items():
-        if found["made_for"].get(name) != value:
-            made_for = found["made_for"].get(name)
-            raise ValueError(f"preset: {path} is made for a model with {name} {made_for!r}, got {value!r}")
-    levels = found.get("levels") or None
-    return Preset(found["drafter"], found["acceptance"], str(path), found.get("order"), levels=levels)
+        if entries["made_for"].get(name) != value:
+            made_for = entries["made_for"].get(name)
+            raise ValueError(f"preset: {path} is made for a model with {name} {made_for!r}, got {value!r}.")
+    levels = entries.get("levels") or None
+    return Preset(entries["drafter"], entries["acceptance"], str(path), entries.get("order"), levels=levels)

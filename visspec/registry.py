@@ -58,7 +58,7 @@ def register(kind: str, name: str, target: Any, what: str = "", needs: str = "",
     if kind not in (*TABLES, "preset") or needs not in NEEDS[kind == "preset" :]:
         raise ValueError(
             f"register: got {kind!r} that needs {needs!r}, expected one of {', '.join(TABLES)} or preset, and one of"
-            f" {', '.join(NEEDS[1:])}"
+            f" {', '.join(NEEDS[1:])}."
         )
     if name in (PRESETS if kind == "preset" else TABLES[kind]) and (kind, name) not in _added:
         raise ValueError(f"register: The {kind} {name!r} is built in. Choose another name.")
@@ -120,7 +120,7 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     for item in filter(None, tail.split(",")):
         key, equals, value = item.partition("=")
         if not equals:
-            raise ValueError(f"{name}: got option {item!r}, expected key=value")
+            raise ValueError(f"{name}: got option {item!r}, expected key=value.")
         options[key] = _number(value)
     return name, options
 
@@ -165,12 +165,12 @@ def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: C
     free = any(one.kind is Parameter.VAR_KEYWORD for one in signature(kind).parameters.values())
     for option, value in options.items():
         if option not in known and not free:
-            raise ValueError(f"{what}: {name} does not take {option!r}, expected {', '.join(known) or 'no option'}")
+            raise ValueError(f"{what}: {name} does not take {option!r}, expected {', '.join(known) or 'no option'}.")
         annotated = known[option][0] if option in known else ""
         types, words = VALUES.get(annotated, (object, "a finite number"))
         wrong = not isinstance(value, types) or (isinstance(value, bool) and annotated in ("int", "float"))
         if wrong or (isinstance(value, float) and not math.isfinite(value)):
-            raise ValueError(f"{option}: got {value}, expected {words}")
+            raise ValueError(f"{option}: got {value}, expected {words}.")
     try:
         return (start or kind)(**options)
     except TypeError as error:
@@ -189,11 +189,8 @@ def rule(text: str) -> Any:
 
 
 def order(spec: str | Order | Iterable[int] | None) -> Any:
-    """Create an order from a name with options, or for any-order models from a list of places. Objects are returned
-    unchanged.
-
-    Raises:
-        ValueError: As `named`.
+    """Create an order from a name with options, or for any-order models from a list of places. Other values are
+    returned.
     """
     if spec is None or isinstance(spec, Order):
         return spec
@@ -201,11 +198,8 @@ def order(spec: str | Order | Iterable[int] | None) -> Any:
 
 
 def length(spec: object) -> Callable[[int], Any] | None:
-    """Return a function that makes a draft-length policy for a number of levels, from a name with options or an object
-    to copy.
-
-    Raises:
-        ValueError: As `named`.
+    """Return a function that makes a draft-length policy for a number of levels, from a name with options or an
+    object.
     """
     if spec is None:
         return None
@@ -228,11 +222,8 @@ def presets(needs: str) -> dict[str, Preset]:
 
 
 def preset(name: str | Path, needs: str, model: ConfiguredModel | None = None) -> Preset:
-    """Return a preset by name, or from a file that `visspec tune --out` wrote.
-
-    Raises:
-        ValueError: If the name is unknown, the preset is for other models than `needs`, or the file is not a preset of
-            `model`.
+    """Return a preset by name, or from a file of `visspec tune --out`. Raises ValueError if it is unknown, or for other
+    models than `needs` or `model`.
     """
     if str(name).endswith(".json"):
         return read_preset(name, model)
@@ -247,15 +238,13 @@ def recipe(name: str | None, needs: str = "text") -> Recipe:
     """Return a recipe of `visspec train drafter`, by default "own". Raises ValueError if it does not fit `needs`."""
     entry = find("recipe", name or "own")
     if entry.needs != needs:
-        raise ValueError(f"preset: got {name!r}, which is for models of {entry.needs}, expected one for {needs}")
+        raise ValueError(f"preset: got {name!r}, which is for models of {entry.needs}, expected one for {needs}.")
     return entry.target
 
 
 def included_folder(name: str) -> Path:
-    """Return the folder of an included checkpoint by name; any other name is a path.
-
-    Raises:
-        ValueError: If this installation lacks the included checkpoint.
+    """Return the folder of an included checkpoint by name; any other name is a path. Raises ValueError if it is
+    missing.
     """
     own = "/" not in name and (included.present(name) or (name in included.table().models and not Path(name).exists()))
     return included.check("checkpoint", name) if own else Path(name)
@@ -284,7 +273,7 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
     name, options = split(str(spec))
     if copies := options.pop("copies", False):
         if copies is not True or family is not None:
-            raise ValueError(f"copies: got {copies}, expected true or false, and a model of text")
+            raise ValueError(f"copies: got {copies}, expected true or false, and a model of text.")
         found, name = drafter(joined(name, options), model)
         merges = found is not None and not found.traits.counts_nodes  # other drafters copy anyway
         return load("visspec.models.lookup.merged:MergedDrafter")(found) if merges else found, name
@@ -295,7 +284,7 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
         if not (Path(name).is_dir() or hub.names(name)):
             raise ValueError(
                 f"drafter: got {str(spec)!r}, expected a checkpoint folder, a hub id or a name of `visspec list"
-                f" drafters`, such as {nearest(name, [*known, *shipped])}"
+                f" drafters`, such as {nearest(name, [*known, *shipped])}."
             )
         folder = hub.resolve_folder(name)
         return from_folder(folder, model, options, family), Path(name).name
@@ -313,7 +302,7 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
         folder = included.check("drafter", name)
         if apart := included.difference(shipped[name].target or name, model):
             where, value, found = apart
-            raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}")
+            raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}.")
         return from_folder(folder, model, options, family), name
     return make("drafter", name, drafter_class(name), options), name
 
@@ -344,8 +333,8 @@ def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], f
     read = partial(getattr(kind, "from_pretrained", kind), folder, target)
     own = signature(kind).parameters
     later = {name: options[name] for name in SHAPE if name in options and name not in own}
-    found = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, read)
-    return shaped(found, folder.name, later)
+    made = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, read)
+    return shaped(made, folder.name, later)
 
 
 def shaped(found: object, name: str, options: dict[str, Any]) -> Any:

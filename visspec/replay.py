@@ -28,16 +28,11 @@ COPIES = frozenset({"_to_copy", "to", "copy_", "lift_fresh"})
 def cuda_graph(
     call: Call, pool: torch.cuda._POOL_HANDLE | None = None, stash: torch.cuda.Stream | None = None
 ) -> tuple[Any, Callable[[], None]]:
-    """Capture a call as a CUDA graph.
+    """Capture a call as a CUDA graph. Returns its output, which every replay overwrites, and a function that replays
+    it. Raises RuntimeError if the call synchronises.
 
     Graphs may share a memory pool, because only their outputs are needed after a replay and these are copied before the
     next one. All recordings of a pool must be made on the same stream (`stash`) of the current device.
-
-    Returns:
-        The output, which every replay overwrites, and the function that replays the graph.
-
-    Raises:
-        RuntimeError: If the call synchronises.
     """
     stash, now = stash or torch.cuda.Stream(), torch.cuda.current_stream()
     stash.wait_stream(now)
@@ -78,7 +73,6 @@ class _Waits(TorchDispatchMode):
 
 
 def _by_mask(name: str, args: Sequence[Any]) -> bool:
-    """Return whether an operator selects by a boolean mask, so that the host must know the number of true entries."""
     if name == "where":
         return len(args) == 1
     return name in ("index", "index_put", "index_put_") and any(
@@ -124,9 +118,7 @@ class Recordings:
 
 
 def stream(device: torch.device | None = None) -> int:
-    """Return the current CUDA stream of a device, 0 before CUDA is initialised. Work on different streams is not
-    ordered, so each stream has its own recordings.
-    """
+    """Return the current CUDA stream of a device, 0 before CUDA is initialised. Each stream has its own recordings."""
     if (device is not None and device.type != "cuda") or not torch.cuda.is_initialized():
         return 0
     return torch.cuda.current_stream(device).cuda_stream

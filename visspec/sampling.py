@@ -55,7 +55,6 @@ class BufferedNoise:
         return torch.stack([a[first:positions] for a in self.ahead])
 
     def _reach(self, positions: int) -> None:
-        """Draw the numbers that are missing up to this many positions ahead."""
         for b, generator in enumerate(self.generators):
             lacking = positions - len(self.ahead[b])
             if lacking > 0:
@@ -85,10 +84,8 @@ class BufferedNoise:
         self.ahead += [other.ahead[i] for i in take]
 
     def draft(self, distribution: Categorical, level: int) -> tuple[Tensor, Categorical | None]:
-        """Draft a value (B,) for each row, `level` positions after the next one.
-
-        Returns:
-            The values and the distribution they were drawn from; None if the rule treats drafts as point masses.
+        """Draft a value (B,) for each row, `level` positions after the next one. Returns it with its distribution, or
+        with None if the rule treats drafts as point masses.
         """
         raise NotImplementedError
 
@@ -271,15 +268,8 @@ def ranks(tree: Tree) -> Tensor:
 
 
 def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Tensor:
-    """Apply guidance (if `uncond` is given), temperature, top-k and top-p (`kernels.guided_warp`).
-
-    Args:
-        logits: (..., V).
-        sampling: The parameters. Greedy sampling only applies guidance.
-        uncond: Logits without the prompt, (..., V).
-
-    Returns:
-        Float32 logits (..., V), -inf where a token was cut. Not differentiable.
+    """Apply guidance (if `uncond` is given), temperature, top-k and top-p: (..., V) -> float32 (..., V), -inf where a
+    token was cut. Greedy sampling only applies guidance. Not differentiable. See `kernels.guided_warp`.
     """
     temperature = sampling.temperature
     if uncond is None and (temperature == 0 or not (0 < sampling.top_k < logits.shape[-1] or sampling.top_p < 1.0)):
@@ -334,7 +324,6 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
 
 
 def _together(processors: Sequence[Callable], length: int, tree: Tree) -> bool:
-    """Return whether processors can be called once for all nodes below a prefix of this length."""
     return length > 0 and all(
         isinstance(p, NodeProcessor) and p.alike(length, length + tree.levels) for p in processors
     )
@@ -354,7 +343,6 @@ def _process_logits(logits_V: Tensor, ids: Tensor, own: Request, index: int) -> 
 def _reachable_nodes(
     logits_BNV: Tensor, draft: Draft, sampling: Sampling, level: list[tuple[int, int]], paths: list[list[list[int]]]
 ) -> list[tuple[int, int]]:
-    """Return the real nodes (row, index) below those of a level whose token has a positive probability."""
     place = {node: m for m, node in enumerate(level)}
     parents = [
         ((b, n), place.get((b, path[-2]))) for b, row in enumerate(paths) for n, path in enumerate(row) if path[1:]
@@ -389,18 +377,11 @@ def choose(distribution: Categorical, depth_N: Tensor, noise: BufferedNoise | No
 
 
 def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Categorical | None]:
-    """Draft one token per row in the form that the request's rule expects.
+    """Draft one token per row (B,), `level` positions after the one that follows the pending token. Returns it with its
+    distribution or None, as the request's rule expects.
 
-    Without noise this is the argmax. Otherwise `BufferedNoise.draft` decides: either a point mass, the argmax under the
+    Without noise this is the argmax. Otherwise `BufferedNoise.draft` returns either a point mass, the argmax under the
     noise of the position, or a real sample with its distribution.
-
-    Args:
-        logits_BV: The drafter's logits.
-        state: The state of the request.
-        level: Position after the pending token, from 0.
-
-    Returns:
-        Tokens (B,), and their distribution or None.
     """
     return sample_distribution(Categorical(warp(logits_BV, state.request.sampling)), state, level)
 

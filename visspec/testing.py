@@ -53,7 +53,6 @@ def check_drafter(
 
 
 def _plain(model: Any, inputs: Mapping[str, Tensor], new: int) -> tuple[dict, Tensor, dict, Tensor]:
-    """Return options and output of a greedy `generate` call, and of a seeded call of our loop without drafts."""
     known, key = _PLAIN.setdefault(model, {}), (new, *(value.numpy().tobytes() for value in inputs.values()))
     if key not in known:
         greedy = {"max_new_tokens": new, "do_sample": False}

@@ -25,21 +25,15 @@ _derived: WeakKeyDictionary[Tree, dict[Callable, Any]] = WeakKeyDictionary()  # 
 
 @lru_cache(maxsize=512)
 def static(parent: tuple[int, ...], device: str = "cpu") -> Tree:
-    """Return a static tree, shared by all rows and cached.
-
-    Args:
-        parent: The parent of each node, (-1, 0, 0, 1, ...).
-        device: Where its tensors live.
-
-    Raises:
-        ValueError: If a parent does not come before its child.
+    """Return a static tree from its parents (-1, 0, 0, 1, ...), shared by all rows and cached. Raises ValueError if a
+    parent does not come before its child.
     """
     if not parent or parent[0] != -1:
-        raise ValueError(f"parent: got {parent!r}, expected a tuple that starts with the root's -1")
+        raise ValueError(f"parent: got {parent!r}, expected a tuple that starts with the root's -1.")
     depth, ancestor = [0], torch.eye(len(parent), dtype=torch.bool)
     for n, p in enumerate(parent[1:], start=1):
         if not 0 <= p < n:
-            raise ValueError(f"parent: node {n} has parent {p}, expected an earlier node")
+            raise ValueError(f"parent: node {n} has parent {p}, expected an earlier node.")
         depth.append(depth[p] + 1)
         ancestor[n] |= ancestor[p]
     tree = Tree(
@@ -167,10 +161,8 @@ class TreeBuilder:
         self.children, self.levels, self.size = 0, 0, 1
 
     def grow(self, logp_BWV: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a level, given the log-distributions after the frontier's nodes.
-
-        Returns:
-            The tokens (B, width) of the new frontier, and the index of each one's parent in the old frontier.
+        """Add a level, given the log-distributions after the frontier's nodes. Returns the tokens (B, width) of the new
+        frontier, and the index of each one's parent in the old frontier.
         """
         self.children = min(self.width, logp_BWV.shape[2])  # children of each node
         likely_BWC, token_BWC = topk(logp_BWV, self.children)

@@ -144,7 +144,6 @@ class Request:
     fixed: Tensor | None = None  # (>= max_new_tokens,) grammar: the fixed token of each position, or FREE
     grid: tuple[int, int] | None = None  # rows and columns of an image's tokens
     order: tuple[int, ...] | None = None  # for any-order targets: the place of each code in drawing order; None: raster
-    known: Tensor | None = None  # for any-order targets: (B, rows * columns) known codes, FREE elsewhere, on the CPU
     each: list[Request] = field(default_factory=list)  # the requests of the rows, if several were batched
     prefix: Any = None  # prompt prefixes to store or reuse (`models.decoder.prefix`), read by the prefill
     reused: list[int] = field(default_factory=list)  # per row, prompt tokens taken from the prefix cache
@@ -153,12 +152,11 @@ class Request:
         """Return the request that holds a row's limit, ends, processors and prompt, and the row's index in it."""
         return (self.each[row], 0) if self.each else (self, row)
 
-    def visits(self, row: int) -> list[int]:
-        """Return the places of a row's codes in the order of an any-order target, known codes first."""
+    @property
+    def visits(self) -> Sequence[int]:
+        """Places of an image's codes in the order of an any-order target."""
         assert self.grid is not None
-        order = range(self.grid[0] * self.grid[1]) if self.order is None else self.order
-        given = [False] * len(order) if self.known is None else (self.known[row] != FREE).tolist()
-        return [place for place in order if given[place]] + [place for place in order if not given[place]]
+        return range(self.grid[0] * self.grid[1]) if self.order is None else self.order
 
 
 class Tokenizer(Protocol):
@@ -198,9 +196,7 @@ class ConfiguredModel(Protocol):
 
 
 class RowProcessor:
-    """Base class of logits processors that are called for one row at a time, with any prefix. Other processors are
-    called with the batch shape of the request's prompts.
-    """
+    """Base class of logits processors that are called for one row at a time, with any prefix."""
 
     def __call__(self, ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
         return torch.stack([self.row(b, *given) for b, given in enumerate(zip(ids_BL, scores_BV))])
@@ -210,8 +206,8 @@ class RowProcessor:
         raise NotImplementedError
 
     def forced(self, index: int, ids: list[int]) -> int | None:
-        """Return the only token that can follow the ids, or None if there is a choice or it is unknown. If all possible
-        tokens begin the same text, this is the longest of them.
+        """Return the only token that can follow the ids, or of a forced text its longest first token; None if
+        unknown.
         """
         return None
 
@@ -237,9 +233,7 @@ NoiseT = TypeVar("NoiseT", default=Any)  # random numbers of a request: a `sampl
 
 
 class Structure(NamedTuple):
-    """Structure of a draft: maximum nodes per level that have children (1 for a chain), and of the tree without
-    root.
-    """
+    """Structure of a draft: maximum nodes per level that have children (1: a chain), and without root in total."""
 
     width: int = 0  # 0: chosen by the drafter
     nodes: int = 0
@@ -365,7 +359,7 @@ class Capabilities:
     def chains(self) -> tuple[int, int]:
         """(steps, size) of denoising chains. Raises ValueError for a target of ids."""
         if self.steps is None:
-            raise ValueError("target: got a model of ids, expected one of vectors")
+            raise ValueError("target: got a model of ids, expected one of vectors.")
         return len(self.steps), self.size
 
 
@@ -396,7 +390,7 @@ class Target:
         Raises:
             ValueError: If the target does not support it.
         """
-        raise ValueError(f"batch_invariant: got {type(self).__name__}, expected text, or images in raster order")
+        raise ValueError(f"batch_invariant: got {type(self).__name__}, expected text, or images in raster order.")
 
     @property
     def device(self) -> torch.device:
@@ -543,15 +537,22 @@ class Drafter:
         """
         raise NotImplementedError
 
-    def check_form(self, form: str) -> None:
-        """Raise ValueError if the drafter can't be exported to the form of this name, which another engine reads."""
+    def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
+        """Write the drafter for other engines.
+
+        Args:
+            folder: The folder to write to.
+            form: The name of a form that other engines read.
+            verifier: Name of the target, for forms that contain it.
+
+        Raises:
+            ValueError: If the form cannot represent this drafter.
+        """
         kind = type(self).__name__
         raise ValueError(f"form: {kind} has no form {form!r}. Other engines can't read this drafter.")
 
     def attach(self, target: Any) -> None:
-        """Connect to the model, or its image family. Called when a setup is built, and after device or dtype
-        changed.
-        """
+        """Connect to the model or image family. Called when a setup is built, and after device or dtype changed."""
 
     def start(self, state: State, scores: Scores) -> None:
         """Process the scores of the prefill. Called once per request."""
@@ -659,7 +660,7 @@ class DraftLengthPolicy:
 
     def __init__(self, levels: int = 8):
         if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:
-            raise ValueError(f"levels: got {levels!r}, expected a whole number from 1 to {MAX_NODES - 1}")
+            raise ValueError(f"levels: got {levels!r}, expected a whole number from 1 to {MAX_NODES - 1}.")
         self.levels = levels
 
     def limit(self, state: State) -> int:
@@ -758,11 +759,11 @@ class TrainedDrafter(Protocol):
     borrowed: tuple[nn.Module, ...]  # modules of the target, frozen in training
     ids: Tensor | None  # the ids of its reduced vocabulary; None: all
 
-    def rollout(self, lesson: TrainingBatch, steps: int) -> Rollout:
+    def rollout(self, batch: TrainingBatch, steps: int) -> Rollout:
         """Predict along the answers, each step from the one before.
 
         Args:
-            lesson: The recorded answers.
+            batch: The recorded answers.
             steps: Number of steps.
         """
 

@@ -1,9 +1,8 @@
-"""Clocks for calls (alone, in turns, and until the host has issued them), and a meter of their peak memory."""
+"""Clocks for calls (alone, in turns, and until the host has issued them)."""
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,14 +16,12 @@ def waiter(device: torch.device) -> Callable[[], None]:
 
 
 def seconds_of(call: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> tuple[float, Any]:
-    """Return the seconds of a call on an idle device until its work is done, and its result. On a CPU leave out
-    `wait`.
-    """
+    """Return the seconds of a call on an idle device until its work is done, and its result."""
     wait()
     began = time.perf_counter()
-    found = call()
+    result = call()
     wait()
-    return time.perf_counter() - began, found
+    return time.perf_counter() - began, result
 
 
 def median_seconds(
@@ -47,22 +44,3 @@ def issue_times(call: Callable[[int], Any], wait: Callable[[], None], repeats: i
         call(number)
         seconds.append(time.perf_counter() - began)
     return seconds
-
-
-def peak_above(device: torch.device, call: Callable[[], Any]) -> tuple[int | None, Any]:
-    """Return the peak memory of a call beyond what was used before, None if unknown, and the call's result."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        found = call()
-        return torch.cuda.max_memory_allocated(device) - before, found
-    status = Path("/proc/self/status")
-    if device.type != "cpu" or not status.exists():
-        return None, call()
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before, found = _kilobytes(status, "VmRSS"), call()
-    return (_kilobytes(status, "VmHWM") - before) * 1024, found
-
-
-def _kilobytes(status: Path, name: str) -> int:
-    return int(next(line for line in status.read_text().splitlines() if line.startswith(name)).split()[1])

@@ -9,9 +9,7 @@ from visspec.types import Draft, Drafter, DrafterTraits, State
 
 
 class Oracle(Drafter):
-    """Drafts chains of known tokens (B, T), which can be changed for each prompt. B rows, T tokens of an answer. If
-    `adaptive`, a draft-length policy chooses their number.
-    """
+    """Drafts chains of known tokens (B, T). If `adaptive`, a draft-length policy chooses their number."""
 
     def __init__(self, drafts_BT: Tensor | None = None, levels: int = 8, adaptive: bool = False):
         self.traits = DrafterTraits(levels=levels, adaptive_depth=adaptive)

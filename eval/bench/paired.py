@@ -1,4 +1,4 @@
-"""Speed of several ways to decode the same prompts: interleaved, paired, with intervals (rules of docs/evaluate.md).
+"""Speed of several ways to decode the same prompts: interleaved, paired, with intervals (rules of docs/results.md).
 
 An *arm* is a callable prompt -> ArmRun. After a warm-up, arms run prompt by prompt in alternating order. Ratios are
 computed prompt by prompt, so that changes in the machine's speed affect all arms equally.
@@ -59,17 +59,9 @@ def turns(names: Sequence[Name], count: int) -> Iterator[tuple[int, list[Name]]]
 def interleave(
     arms: Mapping[str, Arm], prompts: Sequence[Any], warmup: Sequence[Any] = (), title: str | None = None
 ) -> tuple[dict[str, list[ArmRun]], list[str]]:
-    """Run every arm on every prompt.
-
-    Args:
-        arms: The arms by name.
-        prompts: The prompts.
-        warmup: Prompts to run first, without measuring. They must not be among `prompts`, because drafters may remember
-            answers.
-        title: Title of a progress bar; none by default.
-
-    Returns:
-        The runs by arm, and the failures. A prompt that fails in one arm is excluded from all.
+    """Run every arm on every prompt. Returns the runs by arm, and the failures; a prompt that fails in one arm is
+    excluded from all. Prompts in `warmup` run first and are not measured. They must not be in `prompts`, because
+    drafters may remember answers. A `title` shows a progress bar.
     """
     names = list(arms)
     for prompt in warmup:
@@ -81,13 +73,13 @@ def interleave(
     bar = tqdm(prompts, desc=title, leave=False, disable=title is None)
     for (i, order), prompt in zip(turns(names, len(prompts)), bar):
         try:
-            found = {name: arms[name](prompt) for name in order}
+            group = {name: arms[name](prompt) for name in order}
         except Exception as error:
             failures.append(f"prompt {i}: {type(error).__name__}: {error}")
             continue
         for name in names:
-            found[name].prompt = i
-            runs[name].append(found[name])
+            group[name].prompt = i
+            runs[name].append(group[name])
     return runs, failures
 
 
@@ -122,9 +114,7 @@ def bootstrap(values: Sequence[float], seed: int = 0, resamples: int = 2000) -> 
 
 
 def compare(slow: Sequence[ArmRun], fast: Sequence[ArmRun], per_token: bool = False) -> dict[str, Any]:
-    """Return the speed-up of `fast` over `slow`, pair by pair. `per_token` first divides each time by its number of
-    tokens, for sampled outputs, whose lengths differ.
-    """
+    """Return the speed-up of `fast` over `slow`, pair by pair; `per_token` for outputs of different lengths."""
 
     def cost(run: ArmRun, seconds: float) -> float:
         return seconds / max(run.count, 1) if per_token else seconds
@@ -133,16 +123,16 @@ def compare(slow: Sequence[ArmRun], fast: Sequence[ArmRun], per_token: bool = Fa
     decoded = [(s, f) for s, f in zip(slow, fast) if s.seconds > s.first and f.seconds > f.first]
     decode = [cost(s, s.seconds - s.first) / cost(f, f.seconds - f.first) for s, f in decoded]
     total = sum(s.seconds for s in slow) / sum(f.seconds for f in fast) if fast else float("nan")
-    found = {"speedup": geometric_mean(whole), "speedup_ci95": list(bootstrap(whole))}
-    found |= {"speedup_decode_only": geometric_mean(decode), "speedup_total_time": total}
+    ratios = {"speedup": geometric_mean(whole), "speedup_ci95": list(bootstrap(whole))}
+    ratios |= {"speedup_decode_only": geometric_mean(decode), "speedup_total_time": total}
     same = sum(s.tokens == f.tokens for s, f in zip(slow, fast))
-    return found | {"ratios": [round(r, 4) for r in whole], "identical": same, "compared": len(whole)}
+    return ratios | {"ratios": [round(r, 4) for r in whole], "identical": same, "compared": len(whole)}
 
 
 def over(name: str, slow: Sequence[ArmRun], fast: Sequence[ArmRun], per_token: bool = False) -> dict[str, Any]:
     """Return the speed-up of `fast` over `slow` and its interval, as fields of this name."""
-    found = compare(slow, fast, per_token)
-    return {name: found["speedup"], f"{name}_ci95": found["speedup_ci95"]}
+    ratios = compare(slow, fast, per_token)
+    return {name: ratios["speedup"], f"{name}_ci95": ratios["speedup_ci95"]}
 
 
 def acceptance(runs: Sequence[ArmRun]) -> dict[str, Any]:
@@ -159,16 +149,14 @@ def time_by_stage(runs: Sequence[ArmRun]) -> dict[str, float]:
 
 
 def tau(runs: Sequence[ArmRun]) -> dict[str, Any]:
-    """Return block efficiency, bonus included: tokens per target pass over all rounds (micro) and mean by prompt
-    (macro).
-    """
+    """Return tokens per target pass, bonus included, over all rounds (micro) and averaged over prompts (macro)."""
     passes = [sum(len(g) for _, g, *_ in r.rounds) for r in runs]
     committed = [sum(sum(g) for _, g, *_ in r.rounds) for r in runs]
     micro = sum(committed) / max(sum(passes), 1)
     macro = [g / p for g, p in zip(committed, passes) if p]
     nfe = sum(len(r.rounds) + 1 for r in runs) / max(len(runs), 1)
-    found = {"tau": micro, "tau_without_bonus": micro - 1.0, "tau_macro": sum(macro) / max(len(macro), 1)}
-    return found | {"nfe": nfe}
+    figures = {"tau": micro, "tau_without_bonus": micro - 1.0, "tau_macro": sum(macro) / max(len(macro), 1)}
+    return figures | {"nfe": nfe}
 
 
 def drift(runs: Sequence[ArmRun]) -> float | None:

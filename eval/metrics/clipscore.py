@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from visspec.eval.metrics.detection import digest, file_digest
+from visspec.eval.metrics.detection import digest, file_digest, with_progress
 from visspec.eval.metrics.features import pixels, weights_hash
-from visspec.eval.metrics.results import ResultFile, with_progress
+from visspec.io.files import Journal
 from visspec.io.images import image_files, open_image
 
 if TYPE_CHECKING:
@@ -55,31 +55,32 @@ def from_folder(
     folder: str | Path,
     captions: Mapping[str, str],
     scorer: ClipScorer,
+    results: str | Path,
     batch_size: int = 32,
-    results: str | Path | None = None,
 ) -> dict:
     """Return the mean score of a folder's images with captions by file name. Broken or unpaired files are problems.
     Cosines are appended to the JSONL file `results`. Pairs in it with unchanged bytes are not scored again.
     """
     pairs, problems = pair_captions(image_files(folder), captions)
     if not pairs:
-        raise ValueError(f"captions: no image of {folder} has a caption, expected captions by file name")
-    done = ResultFile(results, digest(scorer.fingerprint))
+        raise ValueError(f"captions: no image of {folder} has a caption, expected captions by file name.")
     keys = [digest(path.name, caption, file_digest(path)) for path, caption in pairs]
-    missing = [(key, *pair) for key, pair in zip(keys, pairs) if key not in done.rows]
-    for start in with_progress(range(0, len(missing), batch_size), "batch"):
-        problems += _score(missing[start : start + batch_size], scorer, done)
-    cosines = np.array([done.rows[key]["cosine"] for key in keys if key in done.rows])
+    with Journal(results, {"scorer": [scorer.name, scorer.fingerprint]}) as journal:
+        missing = [(key, *pair) for key, pair in zip(keys, pairs) if key not in journal.done]
+        for start in with_progress(range(0, len(missing), batch_size), "batch"):
+            problems += _score(missing[start : start + batch_size], scorer, journal)
+        known = {row["id"]: row["cosine"] for row in journal}
+    cosines = np.array([known[key] for key in keys if key in known])
     if not len(cosines):
         raise ValueError(f"no image of {folder} can be read; the first problem: {problems[0]}")
     values = 100 * cosines
     error = float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
-    found = {"name": f"CLIPScore[{scorer.name}]", "value": float(values.mean()), "n": len(values)}
-    found |= {"standard_error": error, "model": scorer.name, "fingerprint": scorer.fingerprint}
-    return found | {"text_length": scorer.length, "problems": problems}
+    result = {"name": f"CLIPScore[{scorer.name}]", "value": float(values.mean()), "n": len(values)}
+    result |= {"standard_error": error, "model": scorer.name, "fingerprint": scorer.fingerprint}
+    return result | {"text_length": scorer.length, "problems": problems}
 
 
-def _score(batch: Sequence[tuple[str, Path, str]], scorer: ClipScorer, done: ResultFile) -> list[str]:
+def _score(batch: Sequence[tuple[str, Path, str]], scorer: ClipScorer, journal: Journal) -> list[str]:
     """Add a row for each (key, file, caption) whose file can be read. Returns the problems with the others."""
     read, problems = [], []
     for key, path, caption in batch:
@@ -90,7 +91,7 @@ def _score(batch: Sequence[tuple[str, Path, str]], scorer: ClipScorer, done: Res
     if read:
         cosines = scorer.cosines([image for *_, image in read], [caption for _, _, caption, _ in read])
         for (key, path, caption, _), cosine in zip(read, cosines.tolist()):
-            done.add({"id": key, "image": path.name, "text": caption, "cosine": cosine})
+            journal.add({"id": key, "image": path.name, "text": caption, "cosine": cosine})
     return problems
 
 

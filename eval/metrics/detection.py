@@ -1,14 +1,17 @@
 """Interfaces of GenEval's detector and colour classifier, and colours measured by a detector itself."""
 
 import hashlib
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from PIL import Image
+from tqdm import tqdm
 
+Item = TypeVar("Item")
 UNKNOWN = "unknown"  # colour of objects that have none of the ten colours
 
 
@@ -56,6 +59,11 @@ class ColourClassifier(Protocol):
 
     def classify(self, image: Image.Image, detections: Sequence[Detection], label: str) -> list[str]:
         """Return a colour word for each detection of one class."""
+
+
+def with_progress(items: Iterable[Item], unit: str = "img") -> Iterable[Item]:
+    """The items, on a terminal with a bar that goes when they end."""
+    return tqdm(items, unit=unit, leave=False, disable=not sys.stderr.isatty())
 
 
 def digest(*parts: object) -> str:

@@ -71,7 +71,7 @@ class Mask2Former(_ModelDetector):
     def __init__(self, model: PreTrainedModel, processor: Callable, name: str, classes: Sequence[str] = COCO_CLASSES):
         super().__init__(model, processor, name)
         if model.config.num_labels != len(classes):
-            raise ValueError(f"the model has {model.config.num_labels} classes, but {len(classes)} names were given")
+            raise ValueError(f"the model has {model.config.num_labels} classes, but {len(classes)} names were given.")
         self.classes = tuple(classes)
 
     @torch.inference_mode()
@@ -84,8 +84,10 @@ class Mask2Former(_ModelDetector):
         if not segments:
             return DetectionResult(())
         masks = np.asarray(result["segmentation"].cpu()).astype(bool).reshape(len(segments), image.height, image.width)
-        found = [(self.classes[info["label_id"]], float(info["score"]), mask) for info, mask in zip(segments, masks)]
-        return DetectionResult(tuple(Detection(n, s, box_of(mask), mask) for n, s, mask in found if mask.any()))
+        instances = [
+            (self.classes[info["label_id"]], float(info["score"]), mask) for info, mask in zip(segments, masks)
+        ]
+        return DetectionResult(tuple(Detection(n, s, box_of(mask), mask) for n, s, mask in instances if mask.any()))
 
 
 class MMDetMask2Former(_ModelDetector):
@@ -97,9 +99,9 @@ class MMDetMask2Former(_ModelDetector):
     name = "mask2former-swin-s-mmdet"
 
     def __init__(self, config: str | Path, checkpoint: str | Path, device: str = "cuda", infer: Callable | None = None):
-        found = file_digest(checkpoint)
-        self.original = found.startswith(ORIGINAL_CHECKPOINT)
-        self.fingerprint = digest(self.name, found)
+        actual = file_digest(checkpoint)
+        self.original = actual.startswith(ORIGINAL_CHECKPOINT)
+        self.fingerprint = digest(self.name, actual)
         if infer is None:
             from mmdet.apis import inference_detector, init_detector
 

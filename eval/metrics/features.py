@@ -17,8 +17,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from visspec.eval.metrics.detection import digest, file_digest
-from visspec.eval.metrics.results import with_progress
+from visspec.eval.metrics.detection import digest, file_digest, with_progress
 from visspec.io.files import replacing
 from visspec.io.images import image_files, iter_images
 
@@ -30,9 +29,7 @@ INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 
 
 class FeatureExtractor(Protocol):
-    """Maps images to features. `fingerprint` identifies weights and preprocessing, which must be equal for
-    comparisons.
-    """
+    """Maps images to features. Only features with the same `fingerprint` can be compared."""
 
     name: str
     fingerprint: str
@@ -43,9 +40,7 @@ class FeatureExtractor(Protocol):
 
 
 def metric_name(extractor: FeatureExtractor, verified: str = "FID", other: str = "FD") -> str:
-    """Return `FID` for the Inception weights with the checked hash, else `FD[name]`; other metrics pass their own
-    names.
-    """
+    """Return `verified` for the Inception weights with the checked hash, else `other[name]`."""
     genuine = isinstance(extractor, Inception) and extractor.verified
     return verified if genuine else f"{other}[{extractor.name}]"
 
@@ -61,7 +56,7 @@ def weights_hash(module: torch.nn.Module) -> str:
 
 def _checked(images: torch.Tensor) -> torch.Tensor:
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] != 3:
-        raise ValueError(f"images must be uint8 (n, 3, h, w), not {images.dtype} {tuple(images.shape)}")
+        raise ValueError(f"images must be uint8 (n, 3, h, w), not {images.dtype} {tuple(images.shape)}.")
     return images
 
 
@@ -82,18 +77,17 @@ class RandomConv:
             values = np.ascontiguousarray(values, dtype="<f4")
             h.update(values.tobytes())
             self.weights.append(torch.from_numpy(values).to(device))
-        found = h.hexdigest()[:16]
-        if found != self.weights_sha256:
-            raise RuntimeError(f"random-conv weights have hash {found}, expected {self.weights_sha256}")
+        actual = h.hexdigest()[:16]
+        if actual != self.weights_sha256:
+            raise RuntimeError(f"random-conv weights have hash {actual}, expected {self.weights_sha256}.")
         self.device = torch.device(device)
-        self.fingerprint = digest(self.name, found, self.preprocessing)
+        self.fingerprint = digest(self.name, actual, self.preprocessing)
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return float32 (n, 256) for images of at least 16 x 16 pixels."""
         x = _checked(images).to(self.device).float() / 127.5 - 1
         if min(x.shape[2:]) < 16:
-            raise ValueError(f"images must be at least 16 x 16 pixels, not {x.shape[2]} x {x.shape[3]}")
+            raise ValueError(f"images must be at least 16 x 16 pixels, not {x.shape[2]} x {x.shape[3]}.")
         for weight in self.weights:
             x = torch.nn.functional.conv2d(x, weight, stride=2, padding=1).relu_()
         std, mean = torch.std_mean(x, dim=(2, 3), correction=0)
@@ -115,7 +109,6 @@ class TransformersFeatures:
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return float32 (n, dim)."""
         encode = getattr(self.model, "get_image_features", self.model)
         out = encode(pixel_values=pixels(self.model, self.processor, _checked(images)))
         features = out.pooler_output if out.pooler_output is not None else out.last_hidden_state[:, 0]
@@ -123,7 +116,6 @@ class TransformersFeatures:
 
 
 def _settings(processor: object) -> str:
-    """Return the processor's settings that affect pixels, as stable text."""
     keys = ("size", "crop_size", "resample", "do_center_crop", "image_mean", "image_std", "rescale_factor")
     inner = getattr(processor, "image_processor", processor)
     return ", ".join(f"{key}={getattr(inner, key)}" for key in keys if hasattr(inner, key))
@@ -142,20 +134,19 @@ class Inception:
         path = Path(path) if path else Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
         if not path.is_file():
             needed = f"torch-fidelity's {INCEPTION_FILE} is needed"
-            raise FileNotFoundError(f"there is no Inception weight file {path}; {needed}")
-        found = file_digest(path)
-        if not found.startswith(INCEPTION_SHA256):
-            raise ValueError(f"{path} has SHA-256 {found[:8]}, not {INCEPTION_SHA256} of the 2015-12-05 Inception")
+            raise FileNotFoundError(f"there is no Inception weight file {path}; {needed}.")
+        actual = file_digest(path)
+        if not actual.startswith(INCEPTION_SHA256):
+            raise ValueError(f"{path} has SHA-256 {actual[:8]}, not {INCEPTION_SHA256} of the 2015-12-05 Inception.")
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
         self.verified, self.device = True, torch.device(device)
         network = FeatureExtractorInceptionV3(self.name, ["2048"], feature_extractor_weights_path=str(path))
         self.network = network.to(self.device).eval()
-        self.fingerprint = digest(self.name, found, self.preprocessing)
+        self.fingerprint = digest(self.name, actual, self.preprocessing)
 
     @torch.inference_mode()
     def __call__(self, images: torch.Tensor) -> torch.Tensor:
-        """Return float32 (n, 2048)."""
         return self.network(_checked(images).to(self.device))[0].float().cpu()
 
 
@@ -169,13 +160,8 @@ class FeatureTable(NamedTuple):
 def read_features(
     folder: str | Path, extractor: FeatureExtractor, batch_size: int = 32, cache: str | Path | None = None
 ) -> FeatureTable:
-    """Compute the features of a folder's images, in natural order of their names.
-
-    Args:
-        folder: The images.
-        extractor: The extractor.
-        batch_size: Number of images per call.
-        cache: Folder of safetensors files keyed by the images' bytes and the extractor's fingerprint.
+    """Compute the features of a folder's images, in natural order of their names. The folder `cache` stores them, keyed
+    by the images' bytes and the extractor's fingerprint.
     """
     if cache is None:
         return _extract(folder, extractor, batch_size)
@@ -215,16 +201,14 @@ def _extract(folder: str | Path, extractor: FeatureExtractor, batch_size: int) -
     problems = [reason for _, reason in broken]
     if not parts:
         first = f"the first problem: {problems[0]}, expected readable images"
-        raise ValueError(f"no image of the folder {folder} can be used; {first}")
+        raise ValueError(f"no image of the folder {folder} can be used; {first}.")
     return FeatureTable(torch.cat(parts), problems)
 
 
 def result(
     name: str, generated: FeatureTable, reference: FeatureTable, extractor: FeatureExtractor, **values: object
 ) -> dict:
-    """Return a result row: name, values, both counts, extractor and problems. Different counts are a problem, because
-    most metrics depend on n.
-    """
+    """Return a result row. Different counts are a problem, because most metrics depend on n."""
     n, n_reference = len(generated.features), len(reference.features)
     problems = [*generated.problems, *reference.problems]
     if n != n_reference:

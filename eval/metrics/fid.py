@@ -23,7 +23,7 @@ def from_features(first: Tensor, second: Tensor) -> float:
 def _fit(features: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean (d,) and a factor F, with at most d rows, where F^T F is the unbiased covariance (d, d)."""
     if len(features) < 2 or not torch.isfinite(features).all():
-        raise ValueError(f"features must be finite and of at least 2 images, not of {len(features)}")
+        raise ValueError(f"features must be finite and of at least 2 images, not of {len(features)}.")
     rows = features.double()
     mean = rows.mean(0)
     factor = (rows - mean) / (len(rows) - 1) ** 0.5
@@ -37,7 +37,7 @@ def compare(generated: FeatureTable, reference: FeatureTable, extractor: Feature
     """
     x, y = generated.features, reference.features
     if len(y) < 4:
-        raise ValueError(f"a reference needs at least 4 images, not {len(y)}")
+        raise ValueError(f"a reference needs at least 4 images, not {len(y)}.")
     floor, half = from_features(y[0::2], y[1::2]), len(y) // 2
     here = floor * half / 2 * (1 / len(x) + 1 / len(y))
     values = {"value": from_features(x, y), "noise_floor": floor, "noise_floor_n": half, "noise_floor_here": here}

@@ -24,10 +24,10 @@ from visspec.eval.metrics.detection import (
     Detection,
     DetectionResult,
     Detector,
-    digest,
+    with_progress,
 )
-from visspec.eval.metrics.results import ResultFile, with_progress
 from visspec.io import included
+from visspec.io.files import Journal
 from visspec.io.images import inside, open_image
 
 TASKS = ("single_object", "two_object", "counting", "colors", "position", "color_attr")
@@ -67,13 +67,12 @@ def select_detections(found: DetectionResult, threshold: float) -> dict[str, lis
 
 
 def _include(image, item: dict, objects: dict, groups: list, colours: ColourClassifier) -> tuple[list | None, str]:
-    """Return the objects that satisfy an `include` clause, or None and the reason."""
     label, count = item["class"], item["count"]
-    found = objects.get(label, [])[:count]
-    if len(found) < count:
-        return None, f"expected {label}>={count}, found {len(found)}"
+    matches = objects.get(label, [])[:count]
+    if len(matches) < count:
+        return None, f"expected {label}>={count}, found {len(matches)}"
     if "color" in item:
-        seen = colours.classify(image, found, label)
+        seen = colours.classify(image, matches, label)
         if seen.count(item["color"]) < count:
             listed = ", ".join(f"{seen.count(c)} {c}" for c in dict.fromkeys(seen))
             return None, f"expected {item['color']} {label}>={count}, found {listed}"
@@ -81,17 +80,15 @@ def _include(image, item: dict, objects: dict, groups: list, colours: ColourClas
         relation, target = item["position"]
         if groups[target] is None:
             return None, f"no target for {label} to be {relation}"
-        for a in found:
+        for a in matches:
             for b in groups[target]:
                 if relation not in (holding := relations(a.box, b.box)):
                     return None, f"expected {label} {relation} target, found {' and '.join(sorted(holding)) or 'none'}"
-    return found, ""
+    return matches, ""
 
 
 def judge(image, objects: dict[str, list[Detection]], metadata: dict, colours: ColourClassifier) -> tuple[bool, str]:
-    """Return whether an image satisfies all `include` and `exclude` clauses of a prompt's metadata, and the reasons if
-    not.
-    """
+    """Return whether an image satisfies all clauses of a prompt's metadata, and the reasons if not."""
     groups: list[list[Detection] | None] = []
     reasons = []
     for item in metadata.get("include", []):
@@ -238,17 +235,17 @@ def judge_image(
     image, metadata: dict, detector: Detector, colours: ColourClassifier
 ) -> tuple[bool, bool, str, dict[str, list[Detection]]]:
     """Return (correct, strict, reasons, objects) of an image."""
-    found = detector.detect(image)
-    objects = select_detections(found, detector.threshold(metadata["tag"]))
+    detected = detector.detect(image)
+    objects = select_detections(detected, detector.threshold(metadata["tag"]))
     correct, reason = judge(image, objects, metadata, colours)
-    if found.refused:
-        correct, reason = False, f"refused: {found.refused}"
+    if detected.refused:
+        correct, reason = False, f"refused: {detected.refused}"
     return correct, bool(correct and strictly(objects, metadata)), reason, objects
 
 
 def evaluate(
     root: str | Path | Sequence[PromptFolder],
-    results: str | Path | None,
+    results: str | Path,
     detector: Detector | None = None,
     colours: ColourClassifier | None = None,
 ) -> Report:
@@ -258,17 +255,19 @@ def evaluate(
     """
     detector, colours = detector or included.detector(), colours or DetectedColours()
     prompts = read_prompts(root) if isinstance(root, (str, Path)) else list(root)
-    evaluator = digest(detector.name, detector.fingerprint, colours.name, colours.fingerprint)
-    done = ResultFile(results, evaluator, "filename")
+    about = {"detector": [detector.name, detector.fingerprint], "colours": [colours.name, colours.fingerprint]}
     jobs = [(prompt, path) for prompt in prompts for path in prompt.files]
     rows = []
-    for prompt, path in with_progress(jobs):
-        filename, image = f"{prompt.name}/samples/{path.name}", _image_key(path, prompt.metadata)
-        row = done.rows.get(filename)
-        if row is None or row.get("image") != image:
-            found = evaluate_image(path, filename, prompt.metadata, detector, colours)
-            row = done.add(found | {"image": image})
-        rows.append(row)
+    with Journal(results, about) as journal:
+        known = {row["id"]: row for row in journal}
+        for prompt, path in with_progress(jobs):
+            filename, image = f"{prompt.name}/samples/{path.name}", _image_key(path, prompt.metadata)
+            row = known.get(filename)
+            if row is None or row["image"] != image:
+                entry = evaluate_image(path, filename, prompt.metadata, detector, colours)
+                row = entry | {"id": filename, "image": image}
+                journal.add(row)
+            rows.append(row)
     problems = [prompt.problem for prompt in prompts if prompt.problem]
     problems += [f"{row['filename']}: {row['reason']}" for row in rows if row.get("broken")]
     problems += _uneven(prompts)
@@ -285,7 +284,6 @@ def _image_key(path: Path, metadata: dict) -> str:
 
 
 def _uneven(prompts: list[PromptFolder]) -> list[str]:
-    """Return a sentence for every folder whose number of images differs from the most common one."""
     counts = [len(prompt.files) for prompt in prompts if prompt.files]
     usual = max(set(counts), key=lambda n: (counts.count(n), n))
     odd = [p for p in prompts if p.files and len(p.files) != usual]

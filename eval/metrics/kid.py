@@ -18,12 +18,12 @@ def from_features(
 ) -> tuple[float, float]:
     """Return mean and standard deviation of the estimate over subsets."""
     if subset_size < 2:  # NaN for a single image
-        raise ValueError(f"the unbiased estimate needs at least 2 images on each side, not {subset_size}")
+        raise ValueError(f"the unbiased estimate needs at least 2 images on each side, not {subset_size}.")
     from torch_fidelity.metric_kid import kid_features_to_metric
 
     settings = {"kid_subsets": subsets, "kid_subset_size": subset_size, "rng_seed": seed, "verbose": False}
-    found = kid_features_to_metric(first.double(), second.double(), **settings)
-    return found["kernel_inception_distance_mean"], found["kernel_inception_distance_std"]
+    figures = kid_features_to_metric(first.double(), second.double(), **settings)
+    return figures["kernel_inception_distance_mean"], figures["kernel_inception_distance_std"]
 
 
 def compare(

@@ -38,7 +38,7 @@ def detector(spec: str, device: str = "cpu") -> detection.Detector:
         return _build_metric("detector", spec, lambda: detectors.MMDetMask2Former(config, weights, device))
     if kind != "mask2former" or not rest:
         known = ", ".join([*own, "mask2former:MODEL"])
-        raise ValueError(f"detector: got {spec!r}, expected {known} or mmdet:CONFIG:CHECKPOINT")
+        raise ValueError(f"detector: got {spec!r}, expected {known} or mmdet:CONFIG:CHECKPOINT.")
     loaded = _transformers("detector", rest, "AutoModelForUniversalSegmentation", "AutoProcessor", device)
     return detectors.Mask2Former(*loaded, rest)
 
@@ -67,5 +67,5 @@ def _build_metric(argument: str, spec: str, load: Callable[[], Any]) -> Any:
     try:
         return load()
     except Exception as error:  # hubs, files, formats and missing packages raise different types
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{argument}: got {spec!r}, expected one that can be loaded ({said})") from None
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{argument}: got {spec!r}, expected one that can be loaded ({message}).") from None

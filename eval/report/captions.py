@@ -35,8 +35,8 @@ class CaptionSamples:
             data = self.images.get(record["id"])
             if data is None and not record["image"]:
                 return None
-            found = open_media(record["image"], MAX_PIXELS, 1) if data is None else read_image(data, "", MAX_PIXELS)
-            return thumbnail(found.frames[0] if isinstance(found, Clip) else found)
+            image = open_media(record["image"], MAX_PIXELS, 1) if data is None else read_image(data, "", MAX_PIXELS)
+            return thumbnail(image.frames[0] if isinstance(image, Clip) else image)
         except (ValueError, OSError):
             return None
 

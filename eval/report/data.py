@@ -58,10 +58,10 @@ class Method:
     @property
     def guarantee(self) -> str:
         """A kind of GUARANTEES."""
-        said = str(self.record.get("guarantee") or "")
-        if said.startswith("exact"):
+        stated = str(self.record.get("guarantee") or "")
+        if stated.startswith("exact"):
             return "law" if self.record.get("promises_tokens") is False else "tokens"
-        return "approximate" if said else "unknown"
+        return "approximate" if stated else "unknown"
 
     def value(self, field: str) -> float | None:
         """Return a field of its record if it is a number."""
@@ -76,8 +76,8 @@ class Method:
     @property
     def speed(self) -> float | None:
         """The speed-up if it is a positive number."""
-        found = self.value("speedup")
-        return found if found and found > 0 else None
+        speed = self.value("speedup")
+        return speed if speed and speed > 0 else None
 
 
 def number(value: object) -> float | None:
@@ -97,17 +97,17 @@ def interval(value: object) -> Interval:
 def read(path: Path) -> dict[str, Any]:
     """Return the object of a result file. Raises ValueError or FileNotFoundError if it is not the JSON of a bench."""
     if not path.is_file():
-        raise FileNotFoundError(f"report: result file {path} does not exist")
+        raise FileNotFoundError(f"report: result file {path} does not exist.")
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"report: {path} is not JSON ({error})") from None
+        raise ValueError(f"report: {path} is not JSON ({error}).") from None
     bench = record.get("bench") if isinstance(record, dict) else type(record).__name__
     if not isinstance(record, dict) or bench not in REQUIRED:
-        raise ValueError(f"report: {path.name}: bench: got {bench!r}, expected {', '.join(REQUIRED)}")
+        raise ValueError(f"report: {path.name}: bench: got {bench!r}, expected {', '.join(REQUIRED)}.")
     for name in REQUIRED[bench]:
         if record.get(name) in (None, []):
-            raise ValueError(f"report: {path.name}: got no {name!r}, expected the JSON of visspec bench {bench}")
+            raise ValueError(f"report: {path.name}: got no {name!r}, expected the JSON of visspec bench {bench}.")
     return record
 
 
@@ -115,7 +115,7 @@ def rows_of(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Return the rows of a record. Raises ValueError unless they are objects."""
     rows = record["rows"]
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"report: {where}: rows: got {type(rows).__name__}, expected a list of objects")
+        raise ValueError(f"report: {where}: rows: got {type(rows).__name__}, expected a list of objects.")
     return rows
 
 
@@ -124,11 +124,11 @@ def methods_of(record: dict[str, Any], path: Path) -> list[Method]:
     shared = {key: value for key, value in record.items() if key not in ("rows", "failures", "texts", "thumbnails")}
     if record["bench"] == "caption" and "rows" not in record:
         return [Method("caption", record, path.parent, path.name)]
-    found = []
+    methods = []
     for row in rows_of(record, path.name):
         images = [RecordImage.of(entry) for entry in row.get("images") or []]
-        found.append(Method(record["bench"], shared | row, path.parent, path.name, images=images))
+        methods.append(Method(record["bench"], shared | row, path.parent, path.name, images=images))
     if record.get("failures"):  # failures of the whole bench are shown once
-        found[0].record["failures"] = record["failures"]
-    found[0].record |= {name: record[name] for name in ("texts", "thumbnails") if name in record}
-    return found
+        methods[0].record["failures"] = record["failures"]
+    methods[0].record |= {name: record[name] for name in ("texts", "thumbnails") if name in record}
+    return methods

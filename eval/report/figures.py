@@ -114,9 +114,7 @@ def bounds(values: Sequence[float], margin: float = 0.06) -> tuple[float, float]
 
 
 def bars(entries: Sequence[Bar], words: str, log: bool = False) -> Markup:
-    """Draw ratios with their intervals, largest first, and a line at 1. `log`: bars start at 1 on a logarithmic
-    axis.
-    """
+    """Draw ratios with their intervals, largest first, and a line at 1. `log`: on a logarithmic axis."""
     entries = sorted(entries, key=lambda bar: -bar.value)
     ends = [1.0] + [v for bar in entries for v in (bar.value, *(bar.interval or ()))]
     left, pitch = 130, 20
@@ -152,8 +150,8 @@ def scatter(points: Sequence[Point], words: str, lower_is_better: bool) -> Marku
             parts.append(line(x(p.across[0]), y(p.y), x(p.across[1]), y(p.y), colour, 0.8))
         if p.upwards:
             parts.append(line(x(p.x), y(p.upwards[0]), x(p.x), y(p.upwards[1]), colour, 0.8))
-        said = f"{p.number}: {p.label}, {p.x:.2f} times, {words} {p.y:.4g}, n={p.n}"
-        parts += [dot(x(p.x), y(p.y), 8, "transparent", said)]
+        title = f"{p.number}: {p.label}, {p.x:.2f} times, {words} {p.y:.4g}, n={p.n}"
+        parts += [dot(x(p.x), y(p.y), 8, "transparent", title)]
         parts += [text(x(p.x), y(p.y) + 3.5, GUARANTEES[p.kind][0], "middle", colour, 10)]
         parts += [text(x(p.x) + 6, y(p.y) - 4, str(p.number), size=10)]
     direction = "lower is better" if lower_is_better else "higher is better"

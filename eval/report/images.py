@@ -21,12 +21,10 @@ MAX_PIXELS = 16_000_000
 
 
 def inside(folder: Path, name: str, where: str) -> Path:
-    """Return the path of file `name` next to a result file. Raises ValueError if it is outside the folder or links
-    outside.
-    """
+    """Return the path of file `name` next to a result file. Raises ValueError if it leads outside the folder."""
     path = (folder / name).resolve()
     if Path(name).is_absolute() or not path.is_relative_to(folder.resolve()):
-        raise ValueError(f"{where}: got the image path {name!r}, expected one inside the folder of the JSON")
+        raise ValueError(f"{where}: got the image path {name!r}, expected one inside the folder of the JSON.")
     return path
 
 
@@ -37,7 +35,7 @@ def picture(entry: RecordImage, folder: Path, where: str) -> Image.Image:
     try:
         data = base64.b64decode(entry.png or "", validate=True)
     except (binascii.Error, ValueError):
-        raise ValueError(f"{where}: png is not base64") from None
+        raise ValueError(f"{where}: png is not base64.") from None
     try:
         return read_image(data, "png", MAX_PIXELS)
     except ValueError as error:

@@ -64,11 +64,11 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
         method.index = number_
         together.setdefault((method.kind, method.target), []).append(method)
     groups = [MethodGroup(kind, target, found) for (kind, target), found in together.items()]
-    shown = {"groups": groups, "methods": [summary(m) for m in methods], "sections": sections}
-    shown |= {"failures": [failure for group in groups for failure in group.failures], "few": figures.FEW}
-    shown |= {"provenance": [(", ".join(names), rows) for rows, names in provenance.items()], "guarantees": GUARANTEES}
-    shown |= {"open_cases": OPEN_CASES, "open_texts": OPEN_TEXTS}
-    write_page(out, "report", shown)
+    values = {"groups": groups, "methods": [summary(m) for m in methods], "sections": sections}
+    values |= {"failures": [failure for group in groups for failure in group.failures], "few": figures.FEW}
+    values |= {"provenance": [(", ".join(names), rows) for rows, names in provenance.items()], "guarantees": GUARANTEES}
+    values |= {"open_cases": OPEN_CASES, "open_texts": OPEN_TEXTS}
+    write_page(out, "report", values)
     return out
 
 
@@ -113,10 +113,10 @@ def summary(method: Method) -> dict[str, Any]:
         wrong = method.guarantee == "tokens" and identical < compared and dtype not in HALF
         sign = "✓ " if identical == compared else "✗ " if wrong else ""
         same = f"{sign}{identical:.0f} of {compared:.0f}" + (f" in {dtype}" if dtype in HALF else "")
-    said = {"words": "; ".join(filter(None, (slow, doubt))), "same": same, "quality": quality}
+    entry = {"words": "; ".join(filter(None, (slow, doubt))), "same": same, "quality": quality}
     drift = method.value("drift_per_token")
-    said["drift"] = "not measured" if drift is None else f"{drift:.4f}"
-    return {"method": method, "guarantee": str(record.get("guarantee") or "not stated"), **said}
+    entry["drift"] = "not measured" if drift is None else f"{drift:.4f}"
+    return {"method": method, "guarantee": str(record.get("guarantee") or "not stated"), **entry}
 
 
 def against(methods: Sequence[Method], field: str) -> Markup | None:
@@ -131,12 +131,12 @@ def against(methods: Sequence[Method], field: str) -> Markup | None:
 
 
 def baselines(method: Method) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     for name, row in (method.record.get("baselines") or {}).items():
         seconds, faster = number(row.get("seconds_per_prompt")), number(row.get("ours_is_faster_by"))
-        shown = {"ms": None if seconds is None else 1e3 * seconds, "faster": faster, "ci": interval(row.get("ci95"))}
-        found.append({"method": method, "name": name.replace("_", " "), "identical": row.get("identical"), **shown})
-    return found
+        entry = {"ms": None if seconds is None else 1e3 * seconds, "faster": faster, "ci": interval(row.get("ci95"))}
+        rows.append({"method": method, "name": name.replace("_", " "), "identical": row.get("identical"), **entry})
+    return rows
 
 
 def waterfall(method: Method) -> Markup | None:
@@ -163,10 +163,10 @@ def section(record: Mapping[str, Any], source: str) -> dict[str, Any]:
             entries.append(Bar(" ".join(map(str, named)), ratio, spread, figures.FEW, colour))
     words = "times eager torch, log scale" if bench == "kernels" else "times transformers' generate"
     table = [[cell_text(row.get(head)) for head in heads] for row in rows]
-    found = {"title": bench, "source": source, "heads": [head.replace("_", " ") for head in heads], "rows": table}
+    entry = {"title": bench, "source": source, "heads": [head.replace("_", " ") for head in heads], "rows": table}
     syncs = record.get("host_syncs_per_round")
-    found["note"] = f"The host waits {syncs} times in a round." if syncs is not None else ""
-    return found | {"bars": figures.bars(entries, words, bench == "kernels") if entries else None}
+    entry["note"] = f"The host waits {syncs} times in a round." if syncs is not None else ""
+    return entry | {"bars": figures.bars(entries, words, bench == "kernels") if entries else None}
 
 
 def cell_text(value: object) -> str:
@@ -207,16 +207,16 @@ def cell(method: Method, image: RecordImage, opened: Image.Image | None, base: I
     """Return one picture of a case: thumbnail, verdict, difference to the baseline, acceptance map."""
     verdict = image.verdict or {}
     apart = pictures.difference(opened, base) if opened is not None and base is not None else None
-    found = {"method": method, "right": verdict.get("correct"), "reason": str(verdict.get("reason") or "")}
-    found |= {"uri": None if opened is None else pictures.thumbnail(opened), "difference": apart}
-    return found | {"acceptance": pictures.acceptance_map(image.acceptance) if image.acceptance else None}
+    entry = {"method": method, "right": verdict.get("correct"), "reason": str(verdict.get("reason") or "")}
+    entry |= {"uri": None if opened is None else pictures.thumbnail(opened), "difference": apart}
+    return entry | {"acceptance": pictures.acceptance_map(image.acceptance) if image.acceptance else None}
 
 
 def texts(method: Method, failures: list[str]) -> list[tuple[str | None, list[tuple[str, str]]]]:
     """Return (picture as a data URI, pieces of text with their origin). An unknown origin counts as plain."""
-    rows, found = method.record["texts"], []
+    rows, entries = method.record["texts"], []
     for k, (row, png) in enumerate(zip(rows, method.record.get("thumbnails") or [None] * len(rows))):
         opened = _open(RecordImage(png=png), method, f"picture {k + 1}", failures) if png else None
         pieces = [(piece, origin if origin in COLOURS else "plain") for piece, origin in row]
-        found.append((None if opened is None else pictures.thumbnail(opened), pieces))
-    return found
+        entries.append((None if opened is None else pictures.thumbnail(opened), pieces))
+    return entries

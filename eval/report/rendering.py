@@ -16,17 +16,19 @@ from visspec.loop.stats import COLOURS, MEANING
 def environment() -> Environment:
     """Return the templates with the origins of tokens: (name, colour, meaning) of each."""
     loader = FileSystemLoader(Path(__file__).parent / "templates")
-    found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    found.globals["origins"] = [(name, COLOURS[name], MEANING[name]) for name in COLOURS]
-    found.globals["colours"] = COLOURS
-    found.filters |= {"num": number_text, "indented": lambda value: json.dumps(value, indent=1)}
-    return found
+    templates = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    templates.globals["origins"] = [(name, COLOURS[name], MEANING[name]) for name in COLOURS]
+    templates.globals["colours"] = COLOURS
+    templates.filters |= {"num": number_text, "indented": lambda value: json.dumps(value, indent=1)}
+    return templates
 
 
 def number_text(value: object, digits: int = 2) -> str:
     """Format a number; a dash for null, NaN and missing ones."""
-    found = number(value)
-    return "–" if found is None else f"{found:.{digits}f}"
+    parsed = number(value)
+    return "–" if parsed is None else f"{parsed:.{digits}f}"
 
 
 def write_page(path: str | Path, template: str, values: dict[str, Any]) -> None:

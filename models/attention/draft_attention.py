@@ -24,7 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from visspec.models.attention import ragged
 
-NAME = "visspec"  # in transformers' registries, and the keyword of the forward pass
+NAME = "visspec"  # our name in transformers' registries, and the keyword of the forward pass
 STOCK = "sdpa"
 FIELD = "_attn_implementation_internal"  # setting the public property takes 15 microseconds and changes submodels too
 LEAST = 4  # minimum rows of a folded product

@@ -39,7 +39,7 @@ class DraftLayout(NamedTuple):
 class Backend:
     """How the draft passes of one target tell attention what a node sees; `name` is MASK or TREE.
 
-    The first failure switches to MASK for good and warns; the failing pass is repeated, so tokens do not change.
+    The first failure switches to MASK for good and warns. The failing pass uses it, too, so tokens are the same.
     """
 
     def __init__(self, name: str = MASK, why: str = ""):

@@ -1,20 +1,24 @@
-"""Layers that keep a state instead of keys and values (linear attention, short convolutions), under drafts.
+"""Drafts for layers that keep a state instead of keys and values (linear attention, short convolutions).
 
-Rejected tokens can't be taken out of a state. So the states are set aside before a pass over a draft, and stay those
-before it wherever a row did not take all of the pass; the tokens that it took are then *replayed* at the front of its
-next pass, before that one's own nodes. A rejection costs no pass of its own. Replays end with a pass that a row takes
-whole, or, should they grow to `MOST` tokens, with a pass over as many of them as brings the rows together most.
+Rejected tokens cannot be removed from a state. So the states are saved before a pass over a draft, and restored for
+each row that did not accept all of the pass; the tokens that it accepted are then *replayed* at the front of its next
+pass, before the next draft's nodes. A rejection costs no extra pass. Replays end with a pass that a row accepts whole,
+or, if they grow to `MOST` tokens, with a pass over replayed tokens only.
+If all states are windows of short convolutions, a pass keeps every window that it goes through, and nothing is
+replayed.
 
-Full attention is as ever: replayed tokens are written to the slots where they already stand. Of a tree, these layers
-read the paths from the root to each leaf as rows of their own, which start from the row's state (`PathRows`). All other
-layers see the nodes.
+Full attention works as usual: replayed tokens are written to the slots that they already have. Layers with a state
+read a tree's paths from the root to each leaf as separate rows, which start from the row's state (`PathRows`). All
+other layers see the nodes.
 
-Shapes: B rows, R replayed tokens, N nodes, T = R + N nodes of a pass, P paths of a tree, D nodes of a path with what is
-replayed before it, d hidden size.
+Shapes: B rows, R replayed tokens, N nodes, T = R + N nodes of a pass, P paths of a tree, D nodes of a path including
+the replayed tokens before it, d hidden size.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -31,24 +35,25 @@ from visspec.cache import SlotCache, gather_rows, to_device
 from visspec.models.attention.hooks import ModuleHooks
 from visspec.types import Draft, Outcome, State, Tree
 
-MOST = 32  # replayed tokens of a row
-MOST_BYTES = 1 << 28  # of states at the ends of paths; where they take more, every path is replayed
+MOST = 32  # maximum replayed tokens per row
+CHUNK = 64  # tokens that torch's gated delta rule pads a row to by default
+MOST_BYTES = 1 << 28  # maximum for states at the ends of paths; beyond it, every path is replayed
 
 
 def state_layers(config: PretrainedConfig) -> dict[int, Any]:
-    """Fresh layers of transformers' own cache that hold a state, some of them beside keys and values, by number."""
-    found = enumerate(DynamicCache(config=config).layers)
-    return {i: layer for i, layer in found if isinstance(layer, LinearAttentionCacheLayerMixin)}
+    """Create the layers of transformers' own cache that hold a state (some also keys and values), by number."""
+    layers = enumerate(DynamicCache(config=config).layers)
+    return {i: layer for i, layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)}
 
 
 def states_of(layer: Any) -> list[tuple[dict, int, Tensor | None]]:
-    """The states of a layer of the cache: each with its dictionary and its key."""
+    """Return the states of a cache layer, each with its dictionary and its key."""
     both = layer.conv_states, layer.recurrent_states
     return [(states, i, state) for states in both for i, state in states.items()]
 
 
 class RecurrentStateCheckpoints:
-    """The states of a request, and the tokens of each row that they do not hold yet: ids (B, R), at the left."""
+    """The states of a request, and the ids (B, R) of tokens that they do not include yet, left-aligned."""
 
     def __init__(self, layers: dict[int, Any], rows: int):
         self.layers = layers
@@ -56,18 +61,19 @@ class RecurrentStateCheckpoints:
         self.ids: Tensor | None = None
         self._kept: list[tuple[dict, int, Tensor]] = []
         self._before: list[int] = []
-        self._paths: PathRows | None = None  # of the latest pass, over a tree
+        self._paths: PathRows | None = None  # set if the latest pass was over a tree
+        self._recorded = False  # whether the states hold all windows of the latest pass
 
     def check_written(self, model: PreTrainedModel) -> None:
-        """Raises ValueError unless the model keeps the states of all these layers here."""
+        """Raise ValueError unless the model keeps the states of all these layers here."""
         for index, layer in self.layers.items():
             if not any(layer.has_previous_state.values()):
                 raise ValueError(f"model: {type(model).__name__} keeps the state of layer {index} outside of its cache")
 
     def _states(self) -> list[tuple[dict, int]]:
-        """Where the tensors are: a dictionary of a layer, and a key."""
-        held = (one for layer in self.layers.values() for one in states_of(layer))
-        return [(states, i) for states, i, state in held if state is not None]
+        """Return where each tensor is: a dictionary of a layer, and a key."""
+        entries = (one for layer in self.layers.values() for one in states_of(layer))
+        return [(states, i) for states, i, state in entries if state is not None]
 
     def run(
         self,
@@ -76,14 +82,14 @@ class RecurrentStateCheckpoints:
         draft: Draft,
         modules: dict[int, nn.Module],
     ) -> tuple[Any, Tensor | None]:
-        """A pass over the replayed tokens and the draft.
+        """Run a pass over the replayed tokens and the draft.
 
         Args:
             passing: Runs a pass and returns its output.
             modules: The modules that keep the states, by layer.
 
         Returns:
-            The output, and where in it each row's own nodes are, (B, N); None where they are all there is.
+            The output, and the positions (B, N) of each row's draft nodes in it, or None if there are no others.
         """
         nodes = draft.tree.size
         while max(self.replayed) > MOST or (nodes == 1 and len(set(self.replayed)) > 1):
@@ -92,7 +98,8 @@ class RecurrentStateCheckpoints:
         self._paths = None if draft.tree.chain else PathRows(modules, self.layers, draft.tree, self.replayed)
         if longest == 0:
             self._before, self.ids = self.replayed, draft.value
-            return self._pass(passing, state, draft, nodes > 1), None
+            with ShortChunks(modules, nodes if self._paths is None else self._paths.width, device):
+                return self._pass(passing, state, draft, nodes > 1), None
         assert self.ids is not None
         replayed_B1 = to_device(self.replayed, device)[:, None]
         at_BT = torch.arange(longest + nodes, device=device) - replayed_B1
@@ -102,13 +109,17 @@ class RecurrentStateCheckpoints:
             tree = trees.chain(longest + nodes - 1, str(device))
         else:
             tree = behind(draft.tree, replayed_B1, longest)
-        output = self._pass(passing, state, Draft(self.ids, tree), True)
+        with ShortChunks(modules, tree.size if self._paths is None else self._paths.width, device):
+            output = self._pass(passing, state, Draft(self.ids, tree), True)
         return output, replayed_B1 + torch.arange(nodes, device=device)
 
     def _pass(self, passing: Callable[[State, Draft], Any], state: State, draft: Draft, keep: bool) -> Any:
-        """A pass from where the states stand; `keep`: set them aside. Over paths they stay as they are."""
+        """Run a pass from the current states. `keep` saves them first; a pass over paths does not change them."""
         slots: SlotCache = state.cache.slots
-        keep = keep and self._paths is None
+        self._recorded = (keep or self._paths is not None) and all(map(_records_windows, self.layers.values()))
+        for layer in self.layers.values():
+            layer.record_past = self._recorded
+        keep = keep and self._paths is None and not self._recorded
         self._kept = [(states, i, states[i].clone()) for states, i in self._states()] if keep else []
         lengths = slots.lengths
         if not any(self.replayed) and self._paths is None:
@@ -122,33 +133,39 @@ class RecurrentStateCheckpoints:
             slots.lengths = lengths
 
     def commit(self, outcome: Outcome, nodes: int) -> None:
-        """Rows that took all of the pass hold it in their states; the others replay what they took."""
+        """Keep the new states of rows that accepted the whole pass; the others replay what they accepted."""
         paths, self._paths = self._paths, None
         if paths is not None:
             self._commit_path(paths, outcome)
             return
-        if not self._kept:
+        if not self._kept and not self._recorded:
             self.replayed = [0] * len(self.replayed)
             return
         taken = [before + len(path) for before, path in zip(self._before, outcome.path)]
         width = max(self._before) + nodes
-        self._restore([count == width for count in taken])
-        self.replayed = [0 if count == width else count for count in taken]
+        self._take(taken, width)
+        self.replayed = [0 if self._recorded or count == width else count for count in taken]
 
     def _commit_path(self, paths: PathRows, outcome: Outcome) -> None:
-        """The same behind a tree: a row takes all of a pass if it takes a path of the greatest length."""
+        """Like `commit`, for a tree: a row accepts the whole pass if it accepts a path of maximal length."""
         assert self.ids is not None
         device = self.ids.device
         nodes = [[*range(n), *(n + node for node in path)] for n, path in zip(self._before, outcome.path)]
-        whole = [paths.ends_kept and len(row) == paths.width for row in nodes]
+        whole = [paths.ends_kept and (self._recorded or len(row) == paths.width) for row in nodes]
         longest = max(map(len, nodes))
         self.ids = self.ids.gather(1, to_device([row + [0] * (longest - len(row)) for row in nodes], device))
         if any(whole):
             paths.keep(to_device(whole, device), to_device([row[-1] for row in nodes], device))
         self.replayed = [0 if done else len(row) for done, row in zip(whole, nodes)]
 
-    def _restore(self, whole: list[bool]) -> None:
-        """Put back what was set aside, but for these rows."""
+    def _take(self, taken: list[int], width: int) -> None:
+        """Restore the saved states, except of rows that accepted a whole pass of so many tokens. Windows are those
+        after what a row accepted.
+        """
+        if self._recorded:
+            for states, i in self._states():
+                states[i] = _window(states[i], to_device(taken, states[i].device), states[i].shape[-1] - width)
+        whole = [count == width for count in taken]
         if all(whole):
             return
         for states, i, before in self._kept:
@@ -159,16 +176,15 @@ class RecurrentStateCheckpoints:
         self._kept = []
 
     def _settle(self, passing: Callable[[State, Draft], Any], state: State) -> None:
-        """One pass over the first replayed tokens alone: as many as shorten the replays most over all rows."""
+        """Run a pass over the first replayed tokens only, as many as shorten the replays most over all rows."""
         assert self.ids is not None
         count = max(set(self.replayed) - {0}, key=lambda n: n * sum(r >= n for r in self.replayed))
         device = self.ids.device
         chain = trees.chain(count - 1, str(device))
         self._paths = None
         self._pass(passing, state, Draft(self.ids[:, :count].contiguous(), chain), True)
-        whole = [r >= count for r in self.replayed]
-        self._restore(whole)
-        gone = [count if done else 0 for done in whole]
+        gone = [count if r >= count else 0 for r in self.replayed]
+        self._take(gone, count)
         at_BT = torch.arange(self.ids.shape[1], device=device) + to_device(gone, device)[:, None]
         self.ids = self.ids.gather(1, at_BT.clamp(max=self.ids.shape[1] - 1))
         self.replayed = [r - n for r, n in zip(self.replayed, gone)]
@@ -189,23 +205,48 @@ class RecurrentStateCheckpoints:
             width = max(self.replayed)
             ids = self.ids.new_zeros(len(self.replayed) + len(take), max(width, max(other.replayed), 1))
             ids[: len(self.replayed), :width] = self.ids[:, :width]
-            if other.ids is not None and (held := max(other.replayed)):
-                ids[len(self.replayed) :, :held] = other.ids[take, :held]
+            if other.ids is not None and (count := max(other.replayed)):
+                ids[len(self.replayed) :, :count] = other.ids[take, :count]
             self.ids = ids
         self.replayed = self.replayed + [other.replayed[b] for b in take]
 
 
-class PathRows(ModuleHooks):
-    """A context in which layers with a state read a tree as its paths from the root to each leaf, a row each.
+class ShortChunks(ModuleHooks):
+    """Context in which torch's gated delta rule uses the `width` tokens of a row as its chunk. Otherwise it pads every
+    row to `CHUNK` tokens, which makes the paths of a tree expensive.
+    """
 
-    A module reads P rows of D nodes for each row of the batch, from copies of the row's state. Each node gets its
-    output in one of the paths that have it. The states in the cache stay those before the pass.
+    def __init__(self, modules: dict[int, nn.Module], width: int, device: torch.device):
+        super().__init__()
+        short = device.type == "cpu" and 1 < width < CHUNK
+        self.modules = [module for module in modules.values() if short and _takes_chunk_size(type(module).forward)]
+        self.width = width
+
+    def _put_up(self) -> list[RemovableHandle]:
+        return [module.register_forward_pre_hook(self._entering, with_kwargs=True) for module in self.modules]
+
+    def _entering(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
+        return (args, {**kwargs, "chunk_size": self.width}) if self.calling and kwargs is not None else None
+
+
+@functools.cache
+def _takes_chunk_size(forward: Callable) -> bool:
+    """Whether a module passes its keyword arguments on to torch's gated delta rule."""
+    rule = inspect.unwrap(forward).__globals__.get("torch_chunk_gated_delta_rule")
+    return rule is not None and "chunk_size" in inspect.signature(rule).parameters
+
+
+class PathRows(ModuleHooks):
+    """Context in which layers with a state read a tree as its paths from the root to each leaf, one row each.
+
+    A module reads P rows of D nodes for each row of the batch, from copies of the row's state. Each node's output is
+    taken from one of the paths that contain it. The states in the cache stay those before the pass.
 
     Args:
         modules: The modules that keep the states, by layer.
-        layers: Their layers of the cache.
-        tree: The draft's.
-        replayed: How many tokens each row replays before it.
+        layers: The cache layers of these modules.
+        tree: The draft's tree.
+        replayed: Number of tokens that each row replays before it.
     """
 
     def __init__(self, modules: dict[int, nn.Module], layers: dict[int, Any], tree: Tree, replayed: list[int]):
@@ -229,7 +270,7 @@ class PathRows(ModuleHooks):
 
     @property
     def ends_kept(self) -> bool:
-        """True while the states at the ends of all paths take no more than `MOST_BYTES`."""
+        """Whether the states at the ends of all paths take at most `MOST_BYTES`."""
         return self._bytes <= MOST_BYTES
 
     def _put_up(self) -> list[RemovableHandle]:
@@ -248,8 +289,8 @@ class PathRows(ModuleHooks):
             args = (hidden_XDd, *args[1:])
         else:
             kwargs["hidden_states"] = hidden_XDd
-        self._before[id(module)] = held = states_of(self.layers[module.layer_idx])  # type: ignore[index]
-        for states, i, state in held:
+        self._before[id(module)] = entries = states_of(self.layers[module.layer_idx])  # type: ignore[index]
+        for states, i, state in entries:
             states[i] = None if state is None else state.repeat_interleave(self.paths, 0)
         return args, kwargs
 
@@ -266,38 +307,53 @@ class PathRows(ModuleHooks):
         return tuple(map(self._gathered, output)) if isinstance(output, tuple) else self._gathered(output)
 
     def _gathered(self, found_XDd: Tensor) -> Tensor:
-        """The nodes' outputs, from those of their paths."""
-        found_BXd = found_XDd.reshape(len(self.read), -1, found_XDd.shape[-1])
-        return gather_rows(found_BXd, self.given.to(found_BXd.device))
+        """Select the nodes' outputs from those of their paths."""
+        outputs_BXd = found_XDd.reshape(len(self.read), -1, found_XDd.shape[-1])
+        return gather_rows(outputs_BXd, self.given.to(outputs_BXd.device))
 
     def keep(self, whole_B: Tensor, last_B: Tensor) -> None:
-        """Give rows the states at the end of the path that has their last node."""
-        first_B = torch.arange(len(self.given), device=self.given.device)[:, None] * self.paths
-        path_B = (first_B + self.given.gather(1, last_B[:, None]) // self.width)[:, 0]
+        """Give rows the states, or the window, at the end of the path that contains their last node."""
+        place_B = self.given.gather(1, last_B[:, None])[:, 0]
+        path_B = torch.arange(len(place_B), device=place_B.device) * self.paths + place_B // self.width
         for states, i, after in self._ends:
-            whole = whole_B.to(after.device).view(-1, *[1] * (after.dim() - 1))
-            states[i] = torch.where(whole, after[path_B.to(after.device)], states[i])
+            device, size = after.device, states[i].shape[-1]
+            found = after[path_B.to(device)]
+            if found.shape[-1] > size:
+                found = _window(found, (place_B % self.width + 1).to(device), size)
+            whole = whole_B.to(device).view(-1, *[1] * (after.dim() - 1))
+            states[i] = torch.where(whole, found, states[i])
+
+
+def _records_windows(layer: Any) -> bool:
+    """Whether the states of a layer are only windows of a convolution, and the layer can keep all of a pass."""
+    return hasattr(layer, "record_past") and all(state is None for state in layer.recurrent_states.values())
+
+
+def _window(windows_BCT: Tensor, taken_B: Tensor, size: int) -> Tensor:
+    """Select the window (B, C, size) after so many of a pass's tokens from its concatenated windows."""
+    at_BK = taken_B[:, None] + torch.arange(size, device=taken_B.device)
+    return windows_BCT.gather(2, at_BK[:, None].expand(-1, windows_BCT.shape[1], -1))
 
 
 def path_rows(tree: Tree) -> tuple[Tensor, Tensor]:
-    """The paths to a tree's leaves.
+    """Return the paths to a tree's leaves.
 
     Returns:
-        (1|B, P, D) their nodes, filled with the root; (1|B, N) the number of a path that has a node. On a CUDA device,
-        where counting leaves would wait for it, every node is taken for one.
+        (1|B, P, D) nodes of the paths, padded with the root; (1|B, N) the number of a path that contains the node. On a
+        CUDA device, where counting leaves would synchronize, every node counts as one.
     """
     parent_BN = tree.parent
     inner_BN = torch.zeros(len(parent_BN), tree.size + 1, dtype=torch.long, device=parent_BN.device)
     inner_BN = inner_BN.scatter(1, parent_BN + 1, 1)[:, 1:]
     count = tree.size if parent_BN.is_cuda else int((1 - inner_BN).sum(dim=1).max())
-    leaf_BP = inner_BN.argsort(dim=1, stable=True)[:, :count, None]  # then inner nodes, in rows of fewer leaves
+    leaf_BP = inner_BN.argsort(dim=1, stable=True)[:, :count, None]  # followed by inner nodes in rows with fewer leaves
     path_BPD = trees.paths(tree).gather(1, leaf_BP.expand(-1, -1, tree.levels + 1)).clamp(min=0)
     return path_BPD, tree.ancestor.gather(1, leaf_BP.expand(-1, -1, tree.size)).long().argmax(dim=1)
 
 
 def behind(tree: Tree, replayed_B1: Tensor, longest: int) -> Tree:
-    """A draft's tree below the last of the tokens that each row replays. Rows that replay fewer have more children of
-    the first token at the end, which nobody reads.
+    """Append a draft's tree to the tokens that each row replays. Rows that replay fewer tokens are padded at the end
+    with children of the first one, which nothing reads.
     """
     rows, size = len(replayed_B1), longest + tree.size
     place = torch.arange(size, device=replayed_B1.device)

@@ -46,22 +46,15 @@ class GroupedConv(nn.Module):
     def forward(self, x_BNd: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the sublayer's input, and a function to apply to its output."""
         x_MKd = x_BNd.unflatten(1, (x_BNd.shape[1] // self.block, self.block)).flatten(0, 1)
-        first, second = kernels(self.kernel_projection(x_MKd), self.base_SGE())
+        delta_SMKG = self.kernel_projection(x_MKd).unflatten(-1, (-1, self.groups)).permute(2, 0, 1, 3)
+        base_SGE = self.base_kernel.flatten(0, 1).unflatten(-1, (self.groups, -1))
+        first, second = (delta_SMKG[..., None] + base_SGE[:, None, None]).flatten(-2).chunk(2)  # (T, M, K, d)
         return convolved(x_MKd, first).view_as(x_BNd), lambda y: convolved(y.reshape(x_MKd.shape), second).view_as(y)
 
-    def base_SGE(self) -> Tensor:
-        return self.base_kernel.flatten(0, 1).unflatten(-1, (self.groups, -1))
 
-
-def kernels(delta_MKD: Tensor, base_SGE: Tensor) -> tuple[Tensor, ...]:
-    """Return kernels (T, M, K, d) for before and after a sublayer. delta: the position-dependent part, D = S G."""
-    delta_SMKG = delta_MKD.unflatten(-1, base_SGE.shape[:2]).permute(2, 0, 1, 3)
-    return (delta_SMKG[..., None] + base_SGE[:, None, None]).flatten(-2).chunk(2)
-
-
-def convolved(x_MKd: Tensor, kernel_TMKd: Tensor, onto_MKd: Tensor | None = None) -> Tensor:
-    """Convolve blocks (M, K, d), optionally added to `onto_MKd`."""
-    out = x_MKd * kernel_TMKd[0] if onto_MKd is None else torch.addcmul(onto_MKd, x_MKd, kernel_TMKd[0])
+def convolved(x_MKd: Tensor, kernel_TMKd: Tensor) -> Tensor:
+    """Convolve blocks (M, K, d)."""
+    out = x_MKd * kernel_TMKd[0]
     for tap in range(1, len(kernel_TMKd)):
         out[:, tap:].addcmul_(x_MKd[:, :-tap], kernel_TMKd[tap, :, tap:])
     return out

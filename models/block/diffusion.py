@@ -33,13 +33,21 @@ def denoises(network: nn.Module) -> bool:
 
 
 class DiffusionModel(StructuredDrafter):
-    """Drafts from `network`, a loaded masked language model with the tokenizer of `model`.
+    """Drafts from a loaded masked language model with the target's tokenizer.
 
-    mask: the mask id, by default from the network's configuration. block: maximum number of masks per pass. steps:
-    passes per block, each of which fills an equal part of it. reads: how many tokens of a text are read at most, its
-    first one and the last ones. shifted: the logits of a place are at the place before it, as in models derived from
-    autoregressive ones (Dream). width > 1: trees of at most `nodes` nodes over the distributions of one pass instead of
-    chains; `shaped` changes this. Raises ValueError if the vocabularies differ by more than padding, or for bad values.
+    Args:
+        network: The masked language model.
+        model: The target.
+        mask: The mask id, by default from the network's configuration.
+        block: Maximum number of masks per pass.
+        steps: Passes per block, each of which fills an equal part of it.
+        reads: How many tokens of a text are read at most, its first one and the last ones.
+        shifted: The logits of a place are at the place before it, as in Dream, an adapted autoregressive model.
+        width: Above 1, draft trees of at most `nodes` nodes over the distributions of one pass; `shaped` changes this.
+        nodes: Maximum number of nodes of a tree.
+
+    Raises:
+        ValueError: The vocabularies differ by more than padding, or a value is out of range.
     """
 
     def __init__(
@@ -84,7 +92,6 @@ class DiffusionModel(StructuredDrafter):
 
     @property
     def each(self) -> int:
-        """Number of places that a pass fills."""
         return -(-self.block // self.steps)
 
     def _vocabularies(self, network: Any) -> tuple[int, int]:

@@ -52,7 +52,6 @@ class DiffusionConfig(checkpoint.DrafterConfig):
         return self.block
 
     def modern_bert(self) -> ModernBertConfig:
-        """Return transformers' configuration of the network."""
         turns = {"rope_type": "default", "rope_theta": self.rope_theta}
         return ModernBertConfig(
             vocab_size=1,
@@ -154,25 +153,25 @@ class DiffusionDrafter(checkpoint.NetworkDrafter[PreTrainedModel], DiffusionMode
         """Return logits (..., V) of hidden states (..., d)."""
         return self.lm_head(states.to(self.lm_head.weight.dtype))[..., : self.known]
 
-    def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
+    def rollout(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
         """Run `steps` training passes (`visspec.train.capture.TrainingBatch`), each over one block of each answer: up
         to `block` masks after a random token of it (DEER's prefix continuation).
 
         Returns, for each pass, hidden states (B, K, d); the weight of each element (B, K), `DECAY` to the power of its
         place in the block, or 0 if it does not count; and the elements' indices.
         """
-        start, total, device = lesson.prompt_length, lesson.best.shape[1], lesson.ids.device
-        prompts = self.words(lesson.host_ids[:, :start], lesson.host_attention)
-        answers = [row[:n] for row, n in zip(lesson.host_ids[:, start:].tolist(), lesson.lengths)]
+        start, total, device = batch.prompt_length, batch.best.shape[1], batch.ids.device
+        prompts = self.words(batch.host_ids[:, :start], batch.host_attention)
+        answers = [row[:n] for row, n in zip(batch.host_ids[:, start:].tolist(), batch.lengths)]
         predictions = []
         for _ in range(steps):
             masks = int(torch.randint(1, self.block + 1, ()))
-            anchors = [int(torch.randint(max(n - 1, 1), ())) for n in lesson.lengths]
+            anchors = [int(torch.randint(max(n - 1, 1), ())) for n in batch.lengths]
             texts = [(p + a[: n + 1])[-self.reads :] for p, a, n in zip(prompts, answers, anchors)]
             states_BKd = self._states(self.head, *self.masked(texts, None, masks))
             place_K = torch.arange(masks, device=device)
             at_BK = to_device([[anchor] for anchor in anchors], device) + place_K
-            last_B1 = to_device([[n - 1] for n in lesson.lengths], device)
+            last_B1 = to_device([[n - 1] for n in batch.lengths], device)
             weight_BK = (DECAY ** place_K.float()) * (at_BK < last_B1)
             predictions.append(Prediction(states_BKd, weight_BK, at_BK.clamp(max=total - 1)))
         return predictions

@@ -22,7 +22,6 @@ from visspec.cache import additive, to_device
 from visspec.io import hub
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
 from visspec.models.block import export
-from visspec.models.block.fused_pass import BlockPass, foldable, stamp
 from visspec.models.block.sequential import Sequential
 from visspec.models.decoder.target import describe
 from visspec.models.drafting import published_config
@@ -35,29 +34,21 @@ from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, Stat
 
 @dataclass(frozen=True)
 class DFlashVariant:
-    """Differences between the published forms of DFlash. The defaults are transformers' own.
+    """Differences between the published forms of DFlash. The defaults are transformers' own."""
 
-    anchor: the pending token's place also predicts (`sample_from_anchor`). causal: windows hide later places of the
-    block. reach: how far back a place sees through a window, by default the window; from_anchor: the reach is counted
-    from the pending token and only limits the context. index: positions are slot numbers, also for targets with M-RoPE.
-    head, ids: LM head and ids of the drafter's own vocabulary; embed: its own embeddings. scale: factor on embeddings;
-    multiplier, softcap: applied to logits; raw: use the embedding weights without the module's scaling. sequential: a
-    head that makes a place's distribution depend on the tokens before it.
-    """
-
-    anchor: bool = False
-    causal: bool = False
-    reach: int | None = None
-    from_anchor: bool = False
-    index: bool = False
-    raw: bool = False
-    scale: float = 1.0
-    multiplier: float = 1.0
-    softcap: float = 0.0
-    head: nn.Linear | None = None
-    ids: Tensor | None = None
-    embed: nn.Embedding | None = None
-    sequential: Sequential | None = None
+    anchor: bool = False  # the pending token's place also predicts (`sample_from_anchor`)
+    causal: bool = False  # windows hide later places of the block
+    reach: int | None = None  # how far back a place sees through a window, by default the window
+    from_anchor: bool = False  # the reach is counted from the pending token and only limits the context
+    index: bool = False  # positions are slot numbers, also for targets with M-RoPE
+    raw: bool = False  # use the embedding weights without the module's scaling
+    scale: float = 1.0  # factor on embeddings
+    multiplier: float = 1.0  # factor on logits
+    softcap: float = 0.0  # soft cap of logits; 0: none
+    head: nn.Linear | None = None  # LM head of the drafter's own vocabulary
+    ids: Tensor | None = None  # target ids of that vocabulary
+    embed: nn.Embedding | None = None  # the drafter's own embeddings
+    sequential: Sequential | None = None  # a head that makes a place's distribution depend on earlier tokens
 
 
 UNMASKED: dict[str, Tensor | None] = dict.fromkeys(("full_attention", "sliding_attention"))  # everything is visible
@@ -93,7 +84,6 @@ class BlockModel(StructuredDrafter):
         self.assistant, self.vocab, self.width, self.nodes = assistant, theirs.vocab, width, nodes
         self.model, self.form = model, form or DFlashVariant()
         self.cache_name = cache_argument(assistant.forward) or CACHE
-        self._fold: tuple[tuple, BlockPass | None] = ((), None)
         self._check_width()
         self.block, self.mask = config.block_size, config.mask_token_id
         self.kinds, self.window = frozenset(config.layer_types), int(config.sliding_window or 0)
@@ -138,10 +128,6 @@ class BlockModel(StructuredDrafter):
         super()._grow(tree)
         self._check_width()
 
-    def check_form(self, form: str) -> None:
-        """Raise ValueError if the published `form` cannot represent this drafter."""
-        export.check_form(self, form)
-
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
         """Write the drafter for other engines: "dflash" or "dflash2" (z-lab, SpecForge), "speculators" (vLLM), for
         which `verifier` names the target, "dspark" (likewise, for a drafter with DSpark's heads), "domino" (SpecForge)
@@ -169,8 +155,6 @@ class BlockModel(StructuredDrafter):
             position_BL = torch.arange(position_BL.shape[1], device=position_BL.device).expand(rows, -1)
             state.memory.offset = state.position - to_device(counts, state.position.device)
         state.memory.pending_inputs.append((position_BL, features, counts))
-        if self._fused_pass() is not None:  # other networks read the prompt with the first block
-            self._pass(state.memory, state.pending, state.position, places=0)
 
     def propose(self, state: State, depth: int) -> Draft:
         hidden_BKd = self._hidden(state)[:, : self.levels(state, depth)]
@@ -213,40 +197,27 @@ class BlockModel(StructuredDrafter):
             logits = torch.tanh(logits / form.softcap) * form.softcap
         return over_vocabulary(logits, form.ids, self.vocab)
 
-    def _pass(self, memory: _Context, pending: Tensor, position_B: Tensor, places: int | None = None) -> Tensor:
-        """Read what the target has accepted since the last pass, and return the block's hidden states (B, K, d).
-        places: 0 only reads, which requires a fused network.
-        """
-        block = self.block if places is None else places
+    def _pass(self, memory: _Context, pending: Tensor, position_B: Tensor) -> Tensor:
+        """Read what the target has accepted since the last pass, and return the block's hidden states (B, K, d)."""
         slots, like = memory.cache.slots, next(self.assistant.parameters())
         rows = len(slots.lengths)
         position_BC, context_BCF, counts = (
             memory.pop_pending() if memory.pending_inputs else self._nothing(rows, position_B)
         )
         width = context_BCF.shape[1]
-        extent = slots.open(width + block, pending.device)
-        ids_BK = torch.full((rows, block), self.mask, dtype=pending.dtype, device=pending.device)
+        extent = slots.open(width + self.block, pending.device)
+        ids_BK = torch.full((rows, self.block), self.mask, dtype=pending.dtype, device=pending.device)
         ids_BK[:, :1] = pending[:, None]
-        ahead_BK = position_B[:, None] + torch.arange(block, device=pending.device)
+        ahead_BK = position_B[:, None] + torch.arange(self.block, device=pending.device)
         inputs: dict[str, Any] = {
             "noise_embeds": self._embedded(ids_BK).to(like),
             "context_hidden_states": context_BCF.to(like),
-            "attention_mask": self._masks(slots.lengths, counts, width, extent, like) if block else UNMASKED,
+            "attention_mask": self._masks(slots.lengths, counts, width, extent, like),
             "position_ids": torch.cat([position_BC, ahead_BK], dim=1),
         }
-        if (folded := self._fused_pass()) is not None:
-            hidden_BKd = folded(**inputs, cache=memory.cache)
-        else:
-            hidden_BKd = self.assistant(**inputs, **{self.cache_name: memory.cache}).last_hidden_state
+        hidden_BKd = self.assistant(**inputs, **{self.cache_name: memory.cache}).last_hidden_state
         slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
         return hidden_BKd
-
-    def _fused_pass(self) -> BlockPass | None:
-        """Return the fused network with the current weights, or None if the network cannot be fused."""
-        now = stamp(self.assistant)
-        if self._fold[0] != now:
-            self._fold = now, BlockPass(self.assistant) if foldable(self.assistant) else None
-        return self._fold[1]
 
     def _embedded(self, ids: Tensor) -> Tensor:
         if not self.form.raw:
@@ -254,7 +225,6 @@ class BlockModel(StructuredDrafter):
         return nn.functional.embedding(ids, self.embed.weight) * self.form.scale
 
     def _nothing(self, rows: int, position_B: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-        """Return an empty context."""
         size = len(self.traits.feature_layers) * self.assistant.config.hidden_size
         return position_B[:, None][:, :0], next(self.assistant.parameters()).new_empty(rows, 0, size), [0] * rows
 
@@ -308,7 +278,7 @@ class BlockModel(StructuredDrafter):
         for memory in (mine, theirs):  # process all queued elements, so that only keys and values are joined
             if memory.pending_inputs:
                 some = state.pending.new_zeros(len(memory.cache.slots.lengths))
-                self._pass(memory, some, some, None if self._fused_pass() is None else 0)
+                self._pass(memory, some, some)
         mine.cache.join(theirs.cache, take)
         if mine.offset is not None and theirs.offset is not None:
             mine.offset = torch.cat([mine.offset, theirs.offset[take]])

@@ -91,7 +91,6 @@ def form_for(drafter: BlockModel) -> str:
 
 
 def head_config(drafter: BlockModel, form: str, verifier: str | None) -> dict[str, Any]:
-    """Return the configuration of a published form."""
     config = drafter.assistant.config
     block, rope = drafter.form, dict(config.rope_parameters)
     theta, sliding = rope.pop("rope_theta"), "sliding_attention" in drafter.kinds

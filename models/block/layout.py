@@ -50,7 +50,7 @@ from visspec.models.layers import MOST_LAYERS, depth
 
 OF_THE_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 OWN_HEAD = ("lm_head.weight", "d2t", "t2d")
-COPIES = ("embed_tokens.weight", "lm_head.weight")  # of the target, in DeepSpec's form
+COPIES = ("embed_tokens.weight", "lm_head.weight")  # copies of the target's weights in DeepSpec's form
 KINDS = ("full_attention", "sliding_attention")
 
 
@@ -114,7 +114,6 @@ def read(
 
 
 def layer_of(folder: Path, form: str, data: dict) -> dict:
-    """Return the entries of the decoder layers."""
     return entry(folder, data, "transformer_layer_config", dict) if form == "speculators" else data
 
 

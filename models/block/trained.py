@@ -30,15 +30,7 @@ DECAY = 0.8  # weight of a place in the loss, relative to the place before it
 
 @dataclass(frozen=True)
 class BlockConfig(checkpoint.DrafterConfig):
-    """Configuration of the network and of its target.
-
-    feature_layers: indices into the target's hidden_states, above 0. block: places per pass, including the pending
-    token's. mask: the id at the other places. markov: rank of the head that adds logits given the token before a place
-    (DSpark, arXiv 2607.05147); 0: no such head. confidence: a head that predicts a place's acceptance rate from its
-    hidden state and the Markov head's vector of the token before it (also DSpark). selector: rank of DFlash 2's
-    selector over the likeliest `candidates` tokens of a place, which comes with convolutions of `taps` places whose
-    kernels are shared by groups of `group` channels; 0: neither.
-    """
+    """Configuration of the network and of its target."""
 
     target_layers: int
     layers: int
@@ -46,15 +38,17 @@ class BlockConfig(checkpoint.DrafterConfig):
     kv_heads: int
     head_size: int
     intermediate: int
-    feature_layers: tuple[int, ...]
-    mask: int
-    block: int = 16
-    markov: int = 0
+    feature_layers: tuple[int, ...]  # indices into the target's hidden_states, above 0
+    mask: int  # id at the places to predict
+    block: int = 16  # places per pass, including the pending token's
+    markov: int = 0  # rank of the head that adds logits given the token before a place (DSpark, arXiv 2607.05147)
+    # a head that predicts a place's acceptance rate from its hidden state and the Markov head's vector of the token
+    # before it (also DSpark)
     confidence: bool = False
-    selector: int = 0
-    candidates: int = 16
-    taps: int = 2
-    group: int = 16
+    selector: int = 0  # rank of DFlash 2's selector; above 0 the network has convolutions, too
+    candidates: int = 16  # likeliest tokens of a place that the selector chooses from
+    taps: int = 2  # places that a convolution covers
+    group: int = 16  # channels that share a convolution kernel
     eps: float = 1e-6
     rope_theta: float = 10000.0
 
@@ -73,7 +67,6 @@ class BlockConfig(checkpoint.DrafterConfig):
         return self.block - 1
 
     def assistant(self) -> MuseGlimmerAssistantConfig:
-        """Return transformers' configuration of the network."""
         config = MuseGlimmerAssistantConfig(
             hidden_size=self.hidden,
             intermediate_size=self.intermediate,
@@ -171,14 +164,13 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
         """Use the network's current weights for drafting; call it after they change."""
         self.assistant = self._running(self.embed.weight.dtype)
         self.form = replace(self.form, sequential=self.run.sequential)
-        self._fold = (), None  # `stamp` does not notice what a fused optimizer wrote
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Return logits (..., V) of hidden states (..., d) after tokens (...), with the weights being trained."""
         logits = self.lm_head(states.to(self.lm_head.weight.dtype))[..., : self.vocab]
         return logits + self.head.markov(states, tokens)[0] if self.config.markov else logits
 
-    def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
+    def rollout(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
         """Run one training pass over blocks that tile the answers (`visspec.train.capture.TrainingBatch`). `steps` is
         unused.
 
@@ -186,15 +178,15 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
         distribution after answer token t, is predicted by the block with the last anchor up to token t. In training
         mode the first anchor is random.
         """
-        ids, prompt, ahead = lesson.ids, lesson.prompt_length, self.block - 1
-        count, device = lesson.best.shape[1], ids.device
+        ids, prompt, ahead = batch.ids, batch.prompt_length, self.block - 1
+        count, device = batch.best.shape[1], ids.device
         first = int(torch.randint(max(min(ahead, count), 1), ())) if self.head.training else 0
         anchor_A = torch.arange(first, max(count, first + 1), ahead, device=device)
         rows, blocks = len(ids), len(anchor_A)
         block_BAK = torch.full((rows, blocks, self.block), self.mask, dtype=ids.dtype, device=device)
         block_BAK[:, :, 0] = ids[:, prompt + anchor_A]
         place_K = torch.arange(self.block, device=device)
-        seen_BC, place_BC, start_B1 = self._context(lesson)
+        seen_BC, place_BC, start_B1 = self._context(batch)
         ahead_BN = start_B1 + (anchor_A[:, None] + place_K).flatten()
         block_N = torch.arange(blocks, device=device).repeat_interleave(self.block)
         known_NC = torch.arange(seen_BC.shape[1], device=device) < prompt + anchor_A[block_N][:, None]
@@ -203,22 +195,22 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
         mask = additive(torch.cat([known_NC & seen_BC[:, None], own_NN], dim=2), like.dtype)[:, None]
         hidden_BNd = self.head.model(
             noise_embeds=self._embedded(block_BAK.flatten(1)).to(like),
-            context_hidden_states=lesson.features.to(like),
+            context_hidden_states=batch.features.to(like),
             attention_mask={"full_attention": mask},
             position_ids=torch.cat([place_BC, ahead_BN], dim=1),
         ).last_hidden_state
         hidden_BTd = hidden_BNd.unflatten(1, (blocks, self.block))[:, :, 1:].flatten(1, 2)
         hidden_BTd = F.pad(hidden_BTd, (0, 0, first, 0))[:, :count]
         index_T = torch.arange(count, device=device)
-        counts_B1 = to_device([[n - 1] for n in lesson.lengths], device)
+        counts_B1 = to_device([[n - 1] for n in batch.lengths], device)
         weight_T = DECAY ** ((index_T - first) % ahead).to(like.dtype)
         return [Prediction(hidden_BTd, weight_T * ((index_T >= first) & (index_T < counts_B1)))]
 
-    def _context(self, lesson: TrainingBatch) -> tuple[Tensor, Tensor, Tensor]:
+    def _context(self, batch: TrainingBatch) -> tuple[Tensor, Tensor, Tensor]:
         """Return which context slots are real (B, C), their positions (B, C), and the first answer token's position."""
-        rows, width = lesson.features.shape[:2]
-        seen_BC = torch.ones(rows, width, dtype=torch.bool, device=lesson.ids.device)
-        if lesson.attention is not None:
-            seen_BC[:, : lesson.prompt_length] = lesson.attention.bool()
+        rows, width = batch.features.shape[:2]
+        seen_BC = torch.ones(rows, width, dtype=torch.bool, device=batch.ids.device)
+        if batch.attention is not None:
+            seen_BC[:, : batch.prompt_length] = batch.attention.bool()
         place_BC = (seen_BC.cumsum(dim=1) - 1).clamp(min=0)
-        return seen_BC, place_BC, seen_BC[:, : lesson.prompt_length].sum(dim=1, keepdim=True)
+        return seen_BC, place_BC, seen_BC[:, : batch.prompt_length].sum(dim=1, keepdim=True)

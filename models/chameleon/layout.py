@@ -37,12 +37,12 @@ def load_lumina(path: str | Path) -> ChameleonForConditionalGeneration:
 
 
 def write_with_codec(folder: Path, vq: Path, out: Path) -> None:
-    """Write a new folder with a model in transformers' form, whose files are linked or copied, and its image codec.
+    """Create a folder that links or copies the files of a model in transformers' form, and add its image codec.
     Raises ValueError for another model class, or for a codec with another number of codes.
     """
     entries = read_json(check_folder(folder), "config.json")
     if entries.get("model_type") != ChameleonConfig.model_type:
-        raise ValueError(f"weights: {folder} is a {entries.get('model_type')}, expected an Anole in transformers' form")
+        raise ValueError(f"weights: {folder} is a {entries.get('model_type')}, expected Anole in transformers' form")
     codec = load_taming_vq(vq)
     shape: Any = ChameleonConfig.from_dict(entries).vq_config
     codes = shape.num_embeddings

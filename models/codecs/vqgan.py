@@ -73,7 +73,6 @@ class ImageCodec:
         return 2 ** (len(self.model.config["block_out_channels"]) - 1)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move or cast the model."""
         self.model.to(*args, **kwargs)
         return self
 

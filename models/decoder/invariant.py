@@ -95,7 +95,6 @@ def _joined(parts: Sequence[Any], along: int) -> Tensor:
 
 
 def _row(target: HFDecoder, request: Request, row: int, padding: int) -> Request:
-    """Return one row of a request, without its padding."""
     rows, length = request.prompt.shape
     inputs = {}
     for name, value in request.inputs.items():

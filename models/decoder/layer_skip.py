@@ -52,10 +52,13 @@ class SkipPlan:
 class LayerSkip(Drafter):
     """Drafts chains with some of the target's own layers.
 
-    every: run the first, the last and every n-th layer between them. exit: run only the first n. If both are 0, one of
-    a few such sets is chosen: the one with the best acceptance for its cost so far, over all requests. Under rules that
-    use their own uniform numbers (`rejection`), the choice changes the tokens of a seed, but not the distribution; fix
-    it there if seeds must reproduce.
+    If both arguments are 0, one of a few sets of layers is chosen, with the best acceptance for its cost so far,
+    over all requests. Under rules that use their own uniform numbers (`rejection`), the choice changes the tokens of a
+    seed, but not the distribution; fix it there if seeds must reproduce.
+
+    Args:
+        every: Run the first, the last and every n-th layer between them.
+        exit: Run only the first n layers.
     """
 
     traits = DrafterTraits(levels=LEVELS, joins=True, partial=True)

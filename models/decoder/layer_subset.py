@@ -61,7 +61,6 @@ class LayerSubset:
         return view
 
     def _layers(self) -> tuple[str, nn.ModuleList]:
-        """Return the name and the decoder's list of layers."""
         count = self.model.config.get_text_config().num_hidden_layers
         for name, module in self.decoder.named_children():
             if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -80,7 +79,6 @@ class LayerSubset:
         return seen[0]
 
     def _run(self, model: nn.Module) -> None:
-        """Run a pass over one id."""
         with HOOKING, restore_after(self.model):
             ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.model.parameters()).device)
             model(input_ids=ids, use_cache=False)

@@ -1,13 +1,15 @@
-"""Layers that predict several tokens, of the target's own checkpoint: as transformers reads them (`use_mtp`), or, where
-it drops them, as `mtp_layer` does.
+"""Multi-token prediction (MTP) layers of the target's own checkpoint, as transformers loads them (`use_mtp`), or as
+`mtp_layer` does if transformers drops them.
 
-Layer k of transformers' predicts the token k + 2 places ahead from the hidden state of the layer before it (the
-target's last one for k = 0) and the token k + 1 places ahead, with keys and values of its own at every position.
-transformers drives them at batch size 1; here these are slots, so that rows may be ragged. The last positions of a
-round are read with drafted tokens ahead of them, so as many as there are layers behind the first are read again in the
-next one. A layer that repeats reads what was accepted once, and then its own states and drafts, a place a level.
+Layer k in transformers predicts the token k + 2 places ahead from the hidden state of the layer before it (the target's
+last one for k = 0) and the token k + 1 places ahead, with its own keys and values at every position. transformers runs
+them at batch size 1; here keys and values are in slots, so that rows may be ragged. The last positions of a round are
+read with drafted tokens ahead of them, so as many as there are layers after the first are read again in the next round.
+A single layer for all levels reads accepted tokens once, and then its own states and drafts, one place per level, so
+that it can also grow trees.
 
-Shapes: B rows, C elements of a round, n layers, S slots, d hidden size, P axes of M-RoPE.
+Shapes: B rows, C elements of a round, n layers, S slots, d hidden size, P axes of M-RoPE, W nodes of a tree's level, M
+nodes of it and of the levels above, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,51 +22,67 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 
-from visspec.cache import additive, gather_rows, to_device
+from visspec.cache import additive, gather_rows, to_device, visibility
 from visspec.io.checkpoint import check_whole
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.target import LAST
 from visspec.models.drafting.memory import PendingInputs, accepted_nodes, next_tokens, prompt_first
-from visspec.models.drafting.structure import Chain
-from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
+from visspec.models.drafting.static_tree import MOST_CHILDREN
+from visspec.models.drafting.structure import Chain, StructuredDrafter, ranking
+from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
 ATTENDING = {"full_attention", "sliding_attention"}
-LEVELS, MOST = 3, 64  # of a layer that repeats, if not said otherwise, and at most
+LEVELS, MOST = 3, 64  # default and maximum levels of a single layer
 
 
-class MultiToken(Drafter):
-    """Chains of as many levels as the checkpoint has layers, or of `levels` (3) where one layer is there for all.
+class MultiToken(StructuredDrafter):
+    """Drafts chains of as many levels as the checkpoint has layers, or of `levels` (3) if one layer serves all.
 
-    heads: a loaded `MtpModel` or `MtpLayer`; None reads the checkpoint of the model when a setup is built. Raises
-    ValueError for a model without them.
+    A single layer also grows trees of at most `nodes` nodes, with a `width` above 1 (EAGLE-2) or as set by `shaped`.
+    heads: a loaded `MtpModel` or `MtpLayer`; None reads the model's checkpoint when a setup is built. Raises
+    ValueError for a model without such layers.
     """
 
     traits = DrafterTraits(levels=1, feature_layers=LAST, joins=True)
 
-    def __init__(self, heads: MtpModel | mtp_layer.MtpLayer | None = None, levels: int | None = None):
+    def __init__(
+        self,
+        heads: MtpModel | mtp_layer.MtpLayer | None = None,
+        levels: int | None = None,
+        *,
+        width: int = 1,
+        nodes: int = 16,
+    ):
         if levels is not None:
             check_whole("levels", levels, high=MOST)
+        check_whole("width", width, high=MOST_CHILDREN)
+        check_whole("nodes", nodes, high=MAX_NODES - 1)
         self.heads: Any = None
-        self.window, self.levels = 0, levels
+        self.window, self.asked, self.width, self.nodes = 0, levels, width, nodes
         if heads is not None:
             self._take(heads)
 
     def attach(self, target: PreTrainedModel) -> None:
-        if self.heads is not None:
-            if self.repeats:  # it is not the model's, and does not move with it
-                self.heads.to(device=target.device, dtype=target.dtype)
-            return
+        if self.heads is None:
+            self._take(self._read(target))
+        elif self.repeats:  # it is not part of the model, so it does not move with it
+            self.heads.to(device=target.device, dtype=target.dtype)
+        if self.width > 1 and not self.repeats:
+            raise ValueError(f"width: got {self.width}, but a checkpoint with a layer for each level drafts chains.")
+
+    def _read(self, target: PreTrainedModel) -> MtpModel | mtp_layer.MtpLayer:
+        """Load the layers from a model's checkpoint."""
         config = target.config.get_text_config() if isinstance(target, nn.Module) else None
         if not getattr(config, "num_mtp_layers", None):
             if config is None or mtp_layer.folder_of(target) is None:
                 raise ValueError(
-                    f"drafter: got {type(target).__name__}, expected a model with layers that predict several tokens"
+                    f"drafter: got {type(target).__name__}, expected a model with MTP layers"
                     " (num_mtp_layers, or mtp.* in the files it was read from)"
                 )
-            return self._take(mtp_layer.load_layer(target))
+            return mtp_layer.load_layer(target)
         try:
-            self._take(MtpModel.from_pretrained(target, device_map={"": target.device}).eval())
+            return MtpModel.from_pretrained(target, device_map={"": target.device}).eval()
         except (OSError, RuntimeError) as error:
             said = str(error).split("\n")[0].replace(". ", ", ").rstrip(".")
             raise ValueError(f"drafter: no weights of such layers beside those of the model ({said})") from error
@@ -75,13 +93,14 @@ class MultiToken(Drafter):
             raise ValueError(f"drafter: heads with {', '.join(sorted(strange))}, expected full or sliding attention")
         slides = "sliding_attention" in kinds
         self.window = int(heads.config.sliding_window or 0) if slides else 0
-        self.heads = copy.copy(heads)  # shares all weights; takes masks as they are
-        self.heads.create_masks_for_mtp_layer = lambda *_, **__: {}  # theirs is for one row
+        self.heads = copy.copy(heads)  # shares all weights, but takes masks unchanged
+        self.heads.create_masks_for_mtp_layer = lambda *_, **__: {}  # transformers' masks are for one row
         self.repeats = getattr(heads, "repeats", False)
-        self.count = (self.levels or LEVELS) if self.repeats else heads.num_mtp_layers
-        if not self.repeats and self.levels not in (None, self.count):
-            raise ValueError(f"levels: got {self.levels}, expected {self.count}, the layers of the checkpoint")
-        self.traits = DrafterTraits(levels=self.count, feature_layers=LAST, embeddings=self.repeats, joins=True)
+        asked = self.asked or (len(self.paths[-1]) if self.paths else None)
+        self.count = (asked or LEVELS) if self.repeats else heads.num_mtp_layers
+        if not self.repeats and self.asked not in (None, self.count):
+            raise ValueError(f"levels: got {self.asked}, expected {self.count}, the layers of the checkpoint")
+        self.traits = DrafterTraits(self.count, LAST, embeddings=self.repeats, trees=self.width > 1, joins=True)
 
     def start(self, state: State, scores: Scores) -> None:
         assert scores.features is not None
@@ -102,13 +121,15 @@ class MultiToken(Drafter):
             state.memory.turn(prompt_first(ids_BL, places, real_BL)[1], counts)
 
     def propose(self, state: State, depth: int) -> Draft:
+        if self.structure(state).width > 1:
+            return self._tree(state, self.levels(state, min(depth, self.traits.levels)))
         chain = Chain(state)
         self._round(state.memory, chain, min(depth, self.count) if self.repeats else self.count)
         state.calls["draft_pass"] += len(chain.tokens)
         return chain.finish(depth)
 
     def _round(self, memory: _Heads, chain: Chain | None, levels: int) -> None:
-        """Reads what was accepted since the last round, through all layers, and drafts. chain None: reads only."""
+        """Read what was accepted since the last round, through all layers, and draft. With chain None, only read."""
         read_BCd, hidden_BCd, counts = memory.pop_pending()
         slots, width, before = memory.cache.slots, read_BCd.shape[1], memory.cache.slots.lengths
         last_B1 = to_device(counts, read_BCd.device)[:, None] - 1
@@ -130,8 +151,53 @@ class MultiToken(Drafter):
         again = int(chain is None) if self.repeats else max(self.count - 1, int(chain is None))
         memory.keep(read_BCd, hidden_BCd, counts, again)
 
+    def _tree(self, state: State, depth: int) -> Draft:
+        """Read what was accepted since the last round, and grow a tree. Its levels are written after all accepted
+        elements, and are overwritten in the next round.
+        """
+        memory: _Heads = state.memory
+        read_BCd, hidden_BCd, counts = memory.pop_pending()
+        last_B1 = to_device(counts, read_BCd.device)[:, None] - 1
+        above_BWd = gather_rows(self._layer(memory, 0, read_BCd, hidden_BCd), last_B1)
+        memory.keep(read_BCd, hidden_BCd, counts, 0)
+        tree_builder = self.tree_builder(state, depth)
+        seen_BWM: Tensor | None = None
+        for level in range(depth):
+            logits_BWV = self.heads._project_to_logits(above_BWd)
+            token_BW, parent_BW = tree_builder.grow(ranking(logits_BWV, state, level))
+            if level + 1 == depth:
+                break
+            rows, width = token_BW.shape
+            own = torch.eye(width, dtype=torch.bool, device=token_BW.device).expand(rows, width, width)
+            seen_BWM = own if seen_BWM is None else torch.cat([gather_rows(seen_BWM, parent_BW), own], dim=2)
+            ahead_BWd = self.heads.embed_tokens(token_BW).to(above_BWd)
+            above_BWd = self._level(memory, level, ahead_BWd, gather_rows(above_BWd, parent_BW), seen_BWM)
+        state.calls["draft_pass"] += depth
+        return tree_builder.finish(self.structure(state).nodes)
+
+    def _level(self, memory: _Heads, level: int, ahead_BWd: Tensor, above_BWd: Tensor, seen_BWM: Tensor) -> Tensor:
+        """Run the single layer over a level of a tree, whose nodes share one position and see their ancestors."""
+        slots, lengths, device = memory.cache.slots, memory.cache.slots.lengths, seen_BWM.device
+        width, drafted = seen_BWM.shape[1:]
+        slots.lengths = [n + drafted - width for n in lengths]
+        extent = slots.open(width, device)
+        slots.lengths = lengths
+        mask_BWS = visibility(seen_BWM, lengths, None, extent)
+        if self.window:  # the window is longer than any draft
+            first_B11 = to_device(lengths, device)[:, None, None] + level - self.window
+            mask_BWS &= torch.arange(extent, device=device) > first_B11
+        places = memory.positions(1, device, [n + level for n in lengths]) + 1
+        return self.heads.forward_layer(
+            0,
+            above_BWd,
+            places.expand(*places.shape[:-1], width),
+            memory.cache,
+            inputs_embeds=ahead_BWd,
+            attention_mask=additive(mask_BWS, above_BWd.dtype)[:, None],
+        )
+
     def _layer(self, memory: _Heads, layer: int, ahead_BCd: Tensor, above_BCd: Tensor) -> Tensor:
-        """A layer over the next elements, written behind those that are read for good."""
+        """Run a layer over the next elements, written after the accepted ones."""
         slots, width = memory.cache.slots, above_BCd.shape[1]
         return self.heads.forward_layer(
             layer,
@@ -143,7 +209,7 @@ class MultiToken(Drafter):
         )
 
     def _mask(self, layer: int, lengths: list[int], width: int, extent: int, like: Tensor) -> Tensor | None:
-        """Of a layer, (B, 1, C, S): an element sees those before it and itself; None where that is all there is."""
+        """Return a layer's mask (B, 1, C, S): an element sees earlier ones and itself; None if there are no others."""
         kinds = getattr(self.heads.config, "layer_types", None)
         window = self.window if kinds and kinds[layer] == "sliding_attention" else 0
         if width == 1 and min(lengths) == max(lengths) and (not window or extent <= window):
@@ -170,7 +236,7 @@ class MultiToken(Drafter):
     def join(self, state: State, other: State, take: list[int]) -> None:
         mine: _Heads = state.memory
         theirs: _Heads = other.memory
-        for memory in (mine, theirs):  # keys and values of all rows are there, and one block of few waits
+        for memory in (mine, theirs):  # process queued elements, up to one short block
             self._round(memory, None, 1 if self.repeats else self.count)
         mine.join_places(theirs, take)
         mine.cache.join(theirs.cache, take)
@@ -178,8 +244,8 @@ class MultiToken(Drafter):
 
 
 class _Heads(PendingInputs):
-    """Keys and values of the layers, and elements to be read: (embedding of the token ahead and hidden state, both
-    (B, C, d), counts). With M-RoPE `places_BLP` has the positions of the first slots; later ones go on by one.
+    """Keys and values of the layers, and queued elements: (embedding of the token ahead and hidden state, both
+    (B, C, d), counts). With M-RoPE, `places_BLP` has the positions of the first slots; later ones increase by one.
     """
 
     def __init__(self, rows: int, answer: int):
@@ -188,14 +254,14 @@ class _Heads(PendingInputs):
         self.places_BLP: Tensor | None = None
 
     def turn(self, places_BLP: Tensor, counts: list[int]) -> None:
-        """Note a prompt's positions, which are those of text at its end."""
+        """Store a prompt's positions, which end with those of text."""
         last_B1 = to_device(counts, places_BLP.device)[:, None] - 1
-        behind_BL = torch.arange(places_BLP.shape[1], device=places_BLP.device) - last_B1
+        after_BL = torch.arange(places_BLP.shape[1], device=places_BLP.device) - last_B1
         end_B1P = gather_rows(places_BLP, last_B1)
-        self.places_BLP = torch.where(behind_BL[..., None] > 0, end_B1P + behind_BL[..., None], places_BLP)
+        self.places_BLP = torch.where(after_BL[..., None] > 0, end_B1P + after_BL[..., None], places_BLP)
 
     def positions(self, width: int, device: torch.device, lengths: list[int] | None = None) -> Tensor:
-        """Of the next `width` elements, (B, C), or (P, B, C) with M-RoPE."""
+        """Return the positions of the next `width` elements, (B, C), or (P, B, C) with M-RoPE."""
         first_B1 = to_device(self.cache.slots.lengths if lengths is None else lengths, device)[:, None]
         slot_BC = first_B1 + torch.arange(width, device=device)
         if self.places_BLP is None:
@@ -205,7 +271,7 @@ class _Heads(PendingInputs):
         return (known_BCP + (slot_BC - end).clamp(min=0)[..., None]).permute(2, 0, 1)
 
     def join_places(self, other: _Heads, take: list[int]) -> None:
-        """Positions of both requests, where either has any."""
+        """Join the stored positions of both requests, if either has any."""
         tables = [memory.places_BLP for memory in (self, other)]
         widths = [table.shape[1] for table in tables if table is not None]
         if not widths:
@@ -213,12 +279,12 @@ class _Heads(PendingInputs):
         device = next(table.device for table in tables if table is not None)
         parts = []
         for memory in (self, other):
-            found = memory.positions(max(widths), device, [0] * len(memory.cache.slots.lengths))
-            parts.append(found.expand(3, *found.shape[-2:]).permute(1, 2, 0))
+            positions = memory.positions(max(widths), device, [0] * len(memory.cache.slots.lengths))
+            parts.append(positions.expand(3, *positions.shape[-2:]).permute(1, 2, 0))
         self.places_BLP = torch.cat([parts[0], parts[1][take]])
 
     def keep(self, ahead_BCd: Tensor, hidden_BCd: Tensor, counts: list[int], again: int) -> None:
-        """All but each row's last `again` elements are read for good; these wait to be read once more."""
+        """Accept all but each row's last `again` elements, which are queued to be read once more."""
         slots = self.cache.slots
         left = [min(again, count) for count in counts]
         slots.lengths = [n + count - kept for n, count, kept in zip(slots.lengths, counts, left)]

@@ -28,10 +28,15 @@ VOCABULARY_PADDING = 1024  # models of one family pad their vocabulary different
 
 
 class SmallModel(StructuredDrafter):
-    """Drafts chains with `small`, a loaded transformers model that has the target's tokenizer.
+    """Drafts chains with a loaded transformers model that has the target's tokenizer.
 
-    reads: how many tokens of a prompt a small text model reads at most, its first one and the last ones; None for all.
-    Raises ValueError if the vocabularies differ by more than padding.
+    Args:
+        small: The drafter's model.
+        model: The target.
+        reads: How many tokens of a prompt a small text model reads at most, its first one and the last ones; None: all.
+
+    Raises:
+        ValueError: The vocabularies differ by more than padding.
     """
 
     saved_as = "model"

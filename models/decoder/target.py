@@ -195,11 +195,9 @@ class HFDecoder(RunningTarget):
         return state, scores
 
     def cache(self, rows: int, answer: int = 0, lean: bool = False) -> SlotLayers:
-        """Return an empty cache."""
         return SlotLayers(rows, answer, lean, state_layers(self.model.config) if self.states else None)
 
     def _check_request(self, request: Request, length: int) -> None:
-        """Raise ValueError for unsupported requests, before any pass."""
         for name in CROSS_ATTENDED:
             if request.inputs.get(name) is not None:
                 raise ValueError(f"{name}: got states that every pass attends to, expected images in the prompt")

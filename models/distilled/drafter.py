@@ -186,14 +186,14 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
         logits = self.head.logits(states) / self.config.temperature
         return F.pad(logits, (0, self.config.vocab - self.config.codes), value=IMPOSSIBLE)
 
-    def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
+    def rollout(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
         """Run one training pass over whole images, each known up to a random code.
 
         Most images have their own codes after it. In a share of them these are missing, as in a draft's first pass, or
         are guesses of one or two passes, as in later ones; their weight fades with the distance from the known codes,
         as does what can be predicted.
         """
-        device, code_BT = lesson.ids.device, lesson.ids[:, lesson.prompt_length : -1]
+        device, code_BT = batch.ids.device, batch.ids[:, batch.prompt_length : -1]
         rows, count = code_BT.shape
         ahead_BT = torch.arange(count, device=device) - torch.randint(count, (rows, 1), device=device)
         share_B = torch.rand(rows, device=device)
@@ -202,36 +202,36 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
         missing_BT = torch.where(ahead_BT > 0, BLANK, KNOWN)
         kind_BT[blank_B] = missing_BT[blank_B]
         if len(row_G := (faded_B & ~blank_B).nonzero()[:, 0]):
-            value_BT[row_G] = self._guesses(lesson, row_G, ahead_BT[row_G], missing_BT[row_G])
-        x_BTd = self._pass(lesson, slice(None), value_BT, kind_BT)
+            value_BT[row_G] = self._guesses(batch, row_G, ahead_BT[row_G], missing_BT[row_G])
+        x_BTd = self._pass(batch, slice(None), value_BT, kind_BT)
         weight_BT = torch.where(faded_B[:, None], FADE ** ahead_BT.clamp(min=0), 1.0)
-        return [Prediction(x_BTd, weight_BT * (lesson.best < self.config.codes))]
+        return [Prediction(x_BTd, weight_BT * (batch.best < self.config.codes))]
 
     @torch.no_grad()
-    def _guesses(self, lesson: TrainingBatch, row_G: Tensor, ahead_GT: Tensor, kind_GT: Tensor) -> Tensor:
+    def _guesses(self, batch: TrainingBatch, row_G: Tensor, ahead_GT: Tensor, kind_GT: Tensor) -> Tensor:
         """Return codes (G, T) of these rows: the target's as far as they are known, then guesses of one or two passes.
 
         Guesses use the noise that the target's codes were drawn with. It is not recorded, but sampled again given these
         codes.
         """
-        codes_GM, vocab = lesson.ids[row_G, lesson.prompt_length :], self.config.vocab
-        fixed_GT = lesson.best[row_G] >= self.config.codes
-        logp_GTV = lesson.law(lesson.states[row_G])[..., :vocab].log_softmax(dim=-1)
+        codes_GM, vocab = batch.ids[row_G, batch.prompt_length :], self.config.vocab
+        fixed_GT = batch.best[row_G] >= self.config.codes
+        logp_GTV = batch.law(batch.states[row_G])[..., :vocab].log_softmax(dim=-1)
         noise_GTV = gumbel_given(logp_GTV, codes_GM[:, 1:])
         value_GT = codes_GM[:, :-1]
         for _ in range(int(torch.randint(1, 3, ()))):
-            x_GTd = self._pass(lesson, row_G, value_GT, kind_GT)
+            x_GTd = self._pass(batch, row_G, value_GT, kind_GT)
             drawn_GT = (self.trained_logits(x_GTd, value_GT).float() + noise_GTV).argmax(dim=-1)
             drawn_GT = torch.where(fixed_GT, codes_GM[:, 1:], drawn_GT)
             value_GT = torch.where(ahead_GT > 0, F.pad(drawn_GT[:, :-1], (1, 0)), codes_GM[:, :-1])
             kind_GT = torch.where(ahead_GT > 0, GUESSED, KNOWN)
         return value_GT
 
-    def _pass(self, lesson: TrainingBatch, rows: Tensor | slice, value_BT: Tensor, kind_BT: Tensor) -> Tensor:
+    def _pass(self, batch: TrainingBatch, rows: Tensor | slice, value_BT: Tensor, kind_BT: Tensor) -> Tensor:
         """Return states (B, T, d) of codes after the prompts of some rows of a batch."""
-        assert lesson.embeddings is not None and lesson.attention is not None
-        count, real_BP = value_BT.shape[1], lesson.attention[rows]
-        _, memory = self.head(*words(lesson.embeddings[rows], real_BP, self.head))
+        assert batch.embeddings is not None and batch.attention is not None
+        count, real_BP = value_BT.shape[1], batch.attention[rows]
+        _, memory = self.head(*words(batch.embeddings[rows], real_BP, self.head))
         own_TT = torch.ones(count, count, dtype=torch.bool, device=value_BT.device).tril()
         seen = real_BP[:, None].expand(-1, count, -1), own_TT.expand(len(value_BT), -1, -1)
         element_BT = torch.arange(count, device=value_BT.device).expand_as(value_BT)

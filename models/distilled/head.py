@@ -126,7 +126,6 @@ class DistilledHead(nn.Module):
             nn.init.zeros_(table.weight)
 
     def empty(self, rows: int) -> Tensor:
-        """Return an empty memory."""
         config, like = self.config, self.kinds
         return like.new_zeros(config.layers, 2, rows, config.heads, 0, config.hidden // config.heads)
 
@@ -166,7 +165,6 @@ class DistilledHead(nn.Module):
         return self.codes(F.gelu(self.inner(self.norm_out(x_BTd)))) * self.config.temperature
 
     def _turns(self, element: Tensor) -> Tensor:
-        """Return rotations of elements, (B, T, C)."""
         size = self.config.hidden // self.config.heads
         table = rotations(BEFORE + self.config.positions, size, self.config.rope_theta, element.device)
         return table[(element + BEFORE).clamp(0, len(table) - 1)]

@@ -103,7 +103,12 @@ class NetworkDrafter(Generic[TargetT]):
 
     @classmethod
     def defaults(cls, target: TargetT, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the other fields of a new configuration for this target, unless `options` has them."""
+        """Return the other fields of a new configuration.
+
+        Args:
+            target: The target, as returned by `subject`.
+            options: Fields that the caller has set, on which others may depend.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -207,7 +212,6 @@ def write(folder: str | Path, head: Any, provenance: dict[str, Any], dtype: torc
 
 
 def write_provenance(folder: str | Path, record: dict[str, Any]) -> None:
-    """Write provenance.json to a drafter's folder."""
     (Path(folder) / PROVENANCE).write_text(json.dumps(record, indent=2, default=str) + "\n")
 
 

@@ -30,7 +30,6 @@ def strip_prefix(tensors: Mapping[str, Value], folder: Path) -> dict[str, Value]
 
 
 def entry(folder: Path, data: dict, name: str, kind: type) -> Any:
-    """Return a required entry."""
     if type(data.get(name)) is not kind:
         words = {int: "a whole number", dict: "an object", list: "a list"}[kind]
         raise ValueError(f"drafter: {name} of {folder} is {shorten(data.get(name))}, expected {words}")

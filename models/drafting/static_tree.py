@@ -60,7 +60,6 @@ class TreeLevel:
 
 
 def in_levels(paths: Iterable[tuple[int, ...]]) -> Paths:
-    """Sort nodes by level."""
     return tuple(sorted(paths, key=lambda path: (len(path), path)))
 
 

@@ -123,7 +123,6 @@ class StructuredDrafter(Drafter):
         return Structure(1, 0), *smaller, Structure(self.width, len(self.paths) or self.nodes)
 
     def structure(self, state: State) -> Structure:
-        """Return the structure of this round's draft."""
         own = self.width == 1 or state.structure == OWN
         return Structure(self.width, self.nodes) if own else state.structure
 

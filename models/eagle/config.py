@@ -30,21 +30,7 @@ OF_FUSIONS = {  # flags, and the values of `fusion` that support them
 
 @dataclass(frozen=True)
 class EagleConfig(DrafterConfig):
-    """Configuration of the network and of its target.
-
-    fusion: how an embedding and a feature are combined, see `head.py`. feature_layers: indices into the target's
-    hidden_states (-1: the last, after the final norm; target_layers + 1: before it; with fusion "cross", an entry
-    before the last is only a training target).
-    draft_vocab: number of ids that the network's own head predicts; 0 means that the target's head decodes.
-    rope_scaling: one of `ROPE_SCALINGS` with its factors by name. partial_rotary_factor: share of a head's channels
-    that is rotated, starting with the first. mrope_section: rotary channels per position row if the drafter uses M-RoPE
-    positions, else (). positions: "target"; "index", the slot's number in the prompt, as ViSpec and MSD count; "grid",
-    row and column of the predicted code (LANTERN). block: tokens per pass of FLASH's semi-autoregressive head.
-    norm_input: the layer has an input norm with fusion "sum" (SpecVLM). norm_output: predicted features are normed,
-    and are fed back normed. norm_embedding: with fusion "sum", norm the token embeddings and the image embeddings that
-    a compressor reads. qk_layer_norm: apply Chameleon's layer norm to queries and keys, with a scale and a shift per
-    head. ahead: the element built from tokens t and t + 1 belongs to an image if token t + ahead is an image slot.
-    """
+    """Configuration of the network and of its target. Fields that only some variants use have defaults."""
 
     target_hidden: int
     target_layers: int
@@ -52,32 +38,36 @@ class EagleConfig(DrafterConfig):
     kv_heads: int
     head_size: int
     intermediate: int
-    fusion: str = "sum"
+    fusion: str = "sum"  # how an embedding and a feature are combined, see `head.py`
+    # indices into the target's hidden_states (-1: the last, after the final norm; target_layers + 1: before it); with
+    # fusion "cross", an entry before the last is only a training target
     feature_layers: tuple[int, ...] = (-1,)
-    draft_vocab: int = 0
-    images: str = "slots"
+    draft_vocab: int = 0  # number of ids that the network's own LM head predicts; 0: the target's head decodes
+    images: str = "slots"  # a key of IMAGES
     image_latents: int = 0
     image_ids: tuple[int, ...] = ()
+    # "target"; "index": the slot's number in the prompt, as ViSpec and MSD count; "grid": row and column of the
+    # predicted code (LANTERN)
     positions: str = "target"
     eps: float = 1e-6
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None
-    partial_rotary_factor: float = 1.0
-    mrope_section: tuple[int, ...] = ()
+    rope_scaling: dict | None = None  # one of `ROPE_SCALINGS` with its factors by name
+    partial_rotary_factor: float = 1.0  # share of a head's channels that is rotated, starting with the first
+    mrope_section: tuple[int, ...] = ()  # rotary channels per position row, if the drafter uses M-RoPE positions
     mrope_interleaved: bool = False
     fc_bias: bool = True
     qkv_bias: bool = False
     qk_norm: bool = False
-    qk_layer_norm: bool = False
+    qk_layer_norm: bool = False  # Chameleon's layer norm of queries and keys, with a scale and a shift per head
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
-    norm_output: bool = False
-    norm_input: bool = False
-    norm_embedding: bool = False
-    ahead: int = 1
+    norm_output: bool = False  # norm predicted features, and feed them back normed
+    norm_input: bool = False  # input norm of the layer with fusion "sum" (SpecVLM)
+    norm_embedding: bool = False  # with fusion "sum", norm token embeddings, and image embeddings before a compressor
+    ahead: int = 1  # the element built from tokens t and t + 1 belongs to an image if token t + ahead is an image slot
     own_embedding: bool = False
-    block: int = 1
+    block: int = 1  # tokens per pass of FLASH's semi-autoregressive head
     levels: int = 8
 
     def __post_init__(self):
@@ -109,7 +99,6 @@ class EagleConfig(DrafterConfig):
 
     @property
     def rotated(self) -> int:
-        """Number of rotated channels per head."""
         return int(self.head_size * self.partial_rotary_factor)
 
     @property

@@ -109,10 +109,6 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
             drafter.keep(torch.arange(drafter.config.draft_vocab))
         return drafter
 
-    def check_form(self, form: str) -> None:
-        """Raise ValueError if the published `form` cannot represent this drafter."""
-        export.check_form(self.config, form)
-
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
         """Write the drafter for other engines: "eagle" (EAGLE-1 and 2, MSD, ViSpec), "eagle3" (SpecForge, SGLang, vLLM)
         or "speculators" (vLLM), for which `verifier` names the target. Raises ValueError if the form cannot represent
@@ -249,9 +245,9 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         padding_B1 = (~attention_BL).sum(dim=1, keepdim=True)
         return (torch.arange(length, device=device) - padding_B1).clamp(min=0)
 
-    def _lesson_positions(self, lesson: TrainingBatch) -> Tensor:
-        places = self._places(lesson.positions, lesson.attention)
-        return places if places.dim() == 3 else places.expand(len(lesson.lengths), -1)
+    def _training_positions(self, batch: TrainingBatch) -> Tensor:
+        places = self._places(batch.positions, batch.attention)
+        return places if places.dim() == 3 else places.expand(len(batch.lengths), -1)
 
     def _shifted_embeddings(self, ids: Tensor, embeddings_BLd: Tensor | None) -> Tensor:
         """Return the embedding of the token after each. ids: all tokens except the first; embeddings: those of the
@@ -263,8 +259,8 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         known_BLd = embeddings_BLd[:, 1:]
         return torch.cat([known_BLd, stored_rows(self.embed, ids[:, known_BLd.shape[1] :]).to(known_BLd)], dim=1)
 
-    def _following(self, lesson: TrainingBatch) -> Tensor:
-        return self._shifted_embeddings(lesson.ids[:, 1:], lesson.embeddings)
+    def _following(self, batch: TrainingBatch) -> Tensor:
+        return self._shifted_embeddings(batch.ids[:, 1:], batch.embeddings)
 
     # --- several tokens per pass ----------------------------------------------------------------------------------
 

@@ -71,7 +71,6 @@ def check_form(config: EagleConfig, form: str) -> None:
 
 
 def head_config(config: EagleConfig, model: PreTrainedModel, form: str, verifier: str | None) -> dict[str, Any]:
-    """Return the configuration of a published form."""
     layer: dict[str, Any] = {
         "model_type": "qwen3" if config.qk_norm else "llama",
         **{name: getattr(config, own) for own, name in SIZES.items()},

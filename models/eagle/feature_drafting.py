@@ -241,7 +241,6 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         return self.layer.after_attention(x_Bd, query, memory.attend)
 
     def _tree(self, state: State, memory: FeatureMemory, feature_Bd: Tensor, depth: int) -> Draft:
-        """Grow a tree."""
         tree_builder, rows = self.tree_builder(state, depth), feature_Bd.shape[0]
         feature_BWd, seen = feature_Bd[:, None], None
         for level in range(depth):
@@ -264,18 +263,18 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         """Return the elements of prompts."""
         raise NotImplementedError
 
-    def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
+    def _training_layout(self, batch: TrainingBatch) -> layouts.PromptLayout:
         """Return the elements of a training batch: prompts and answers."""
-        plan = self._plan(lesson.host_ids[:, : lesson.prompt_length], lesson.host_attention)
-        return layouts.extend(plan, lesson.prompt_length, lesson.lengths)
+        plan = self._plan(batch.host_ids[:, : batch.prompt_length], batch.host_attention)
+        return layouts.extend(plan, batch.prompt_length, batch.lengths)
 
-    def _following(self, lesson: TrainingBatch) -> Tensor:
+    def _following(self, batch: TrainingBatch) -> Tensor:
         """Return the embeddings of a training batch's tokens except the first, (B, L + M - 1, d)."""
         raise NotImplementedError
 
-    def _lesson_positions(self, lesson: TrainingBatch) -> Tensor:
+    def _training_positions(self, batch: TrainingBatch) -> Tensor:
         """Return the positions of a training batch's tokens, (B, L + M - 1) or (3, B, L + M - 1)."""
-        return lesson.positions
+        return batch.positions
 
     def _spread(self, feature: Tensor) -> Tensor:
         """Return the features (..., K, d) of the K tokens that one pass predicts."""
@@ -285,21 +284,21 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         """Return logits (..., V) over `ids` of predicted features (..., d), with the weights being trained."""
         return head_logits(self.lm_head, states, self.dtype)
 
-    def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
+    def rollout(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
         """Run self-fed training steps over whole answers (`visspec.train.capture.TrainingBatch`).
 
         Step k sees true features up to k tokens back, and its own predictions after that. Returns, per step and per
         token of a pass, the predicted features (B, T, d) and a bool mask (B, T) of the elements that count. Element t
         of a row's answer predicts the distribution after answer token t.
         """
-        ids, features = lesson.ids, lesson.features
-        layout, following = self._lesson_layout(lesson), self._following(lesson)
-        embeddings = lesson.embeddings if lesson.embeddings is not None else features[..., : self.config.hidden]
-        arguments = layout, following, features, embeddings, self._lesson_positions(lesson)
-        x, turn, context = self.elements(*arguments, reach=lesson.reach)
-        first = to_device([whole - own + 1 for whole, own in zip(layout.lengths, lesson.lengths)], ids.device)
-        answer = first[:, None] + torch.arange(max(lesson.lengths) - 1, device=ids.device)
-        count = to_device([n - 1 for n in lesson.lengths], ids.device)[:, None]
+        ids, features = batch.ids, batch.features
+        layout, following = self._training_layout(batch), self._following(batch)
+        embeddings = batch.embeddings if batch.embeddings is not None else features[..., : self.config.hidden]
+        arguments = layout, following, features, embeddings, self._training_positions(batch)
+        x, turn, context = self.elements(*arguments, reach=batch.reach)
+        first = to_device([whole - own + 1 for whole, own in zip(layout.lengths, batch.lengths)], ids.device)
+        answer = first[:, None] + torch.arange(max(batch.lengths) - 1, device=ids.device)
+        count = to_device([n - 1 for n in batch.lengths], ids.device)[:, None]
         answer = answer.clamp(max=x.shape[1] - 1)
         index = torch.arange(answer.shape[1], device=ids.device)
         embed = self._next_embeddings(layout, following)

@@ -124,8 +124,8 @@ class EagleLayer(nn.Module):
         super().__init__()
         self.self_attn, self.mlp = EagleAttention(config), EagleMLP(config)
         if config.fusion == "split":
-            self.input_layernorm = LlamaRMSNorm(config.hidden, config.eps)  # of the embedding
-            self.hidden_norm = LlamaRMSNorm(config.hidden, config.eps)  # of the feature
+            self.input_layernorm = LlamaRMSNorm(config.hidden, config.eps)  # norm of the embedding
+            self.hidden_norm = LlamaRMSNorm(config.hidden, config.eps)  # norm of the feature
         if config.norm_input or config.fusion == "cross":
             self.input_layernorm = LlamaRMSNorm(config.hidden, config.eps)
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden, config.eps)
@@ -211,7 +211,6 @@ class EagleHead(nn.Module):
 
     @torch.no_grad()
     def _add_compressor(self) -> None:
-        """Add the networks that read images."""
         config, d = self.config, self.config.hidden
         if config.images in ("queries", "gated"):
             self.compressor = (FlashQueries if config.images == "queries" else SpecVLMBranches)(config)

@@ -80,10 +80,19 @@ class ImageMemory(FeatureMemory):
 class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
     """A drafter around an `ImageHead`, for one image model (or its `Family`).
 
-    tree: "chain" of `levels`; "dynamic", a dynamic tree of `nodes` nodes and frontier `width`; "static", with `shape`
-    nodes per depth. window: places of a Jacobi window, of which the network drafts the first `levels` (default 2; see
-    `jacobi.drafter.Front`); 0 disables it. Raises ValueError for other options, or if the network was made for another
-    target.
+    Args:
+        head: The network.
+        target: The image model or its family.
+        tree: "chain" of `levels`; "dynamic", a tree of `nodes` nodes and frontier `width`; "static", with `shape`.
+        levels: Levels of a chain, by default the configuration's.
+        width: Frontier width of a dynamic tree.
+        nodes: Maximum number of nodes of a dynamic tree.
+        shape: Nodes per depth of a static tree.
+        window: Places of a Jacobi window, of which the network drafts the first `levels` (default 2; see
+            `jacobi.drafter.Front`); 0 disables it.
+
+    Raises:
+        ValueError: An option is invalid, or the network was made for another target.
     """
 
     head_class = ImageHead
@@ -139,7 +148,6 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
 
     @property
     def vocab(self) -> int:
-        """Number of codes plus grammar ids."""
         return self.family.codes + self.family.grammar
 
     @classmethod
@@ -241,20 +249,20 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
     ) -> tuple[Tensor, Tensor]:
         return embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1]), self.head.places()
 
-    def _lesson_layout(self, lesson: TrainingBatch) -> layouts.PromptLayout:
-        layout = super()._lesson_layout(lesson)
-        place = (layout.token - lesson.prompt_length + 2).clamp(0, self.config.places - 1)  # grammar ids may come after
+    def _training_layout(self, batch: TrainingBatch) -> layouts.PromptLayout:
+        layout = super()._training_layout(batch)
+        place = (layout.token - batch.prompt_length + 2).clamp(0, self.config.places - 1)  # grammar ids may come after
         return dataclasses.replace(layout, image=place)
 
-    def _following(self, lesson: TrainingBatch) -> Tensor:
-        assert lesson.embeddings is not None
-        answer = self.embed(lesson.ids[:, lesson.prompt_length :])
-        return torch.cat([lesson.embeddings[:, 1:].detach().to(answer.dtype), answer], dim=1)
+    def _following(self, batch: TrainingBatch) -> Tensor:
+        assert batch.embeddings is not None
+        answer = self.embed(batch.ids[:, batch.prompt_length :])
+        return torch.cat([batch.embeddings[:, 1:].detach().to(answer.dtype), answer], dim=1)
 
-    def rollout(self, lesson: TrainingBatch, steps: int) -> list[Prediction]:
+    def rollout(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
         """Run the base class's rollout; positions fixed by grammar are masked."""
-        free = lesson.best < self.config.codes
-        return [step._replace(weight=step.weight & free) for step in super().rollout(lesson, steps)]
+        free = batch.best < self.config.codes
+        return [step._replace(weight=step.weight & free) for step in super().rollout(batch, steps)]
 
 
 class CaptureTarget(ImageAR):

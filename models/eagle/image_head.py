@@ -49,7 +49,6 @@ class ImageHeadConfig(EagleConfig):
 
     @property
     def places(self) -> int:
-        """Number of positions in an image."""
         return self.rows * self.columns
 
 

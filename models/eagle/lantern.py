@@ -58,7 +58,7 @@ class LanternDrafter(ImageFeatureDrafter):
     Raises ValueError, before it reads weights, if the target, the image size or the tensors do not match.
     """
 
-    saved_as = "model"  # published checkpoints name their weights so
+    saved_as = "model"  # saving copies the files of the published folder
     head_class = EagleHead  # type: ignore[assignment]
     head: EagleHead  # type: ignore[assignment]
     config: EagleConfig  # type: ignore[assignment]
@@ -109,7 +109,7 @@ class LanternDrafter(ImageFeatureDrafter):
             return super()._rotations(length, device)
         table_PC = self.family.grid_rope()
         assert table_PC is not None
-        place = torch.arange(1, length + 1, device=device)  # of the token after the feature's token
+        place = torch.arange(1, length + 1, device=device)  # place of the token after the feature's token
         return table_PC.to(device)[place.clamp(max=len(table_PC) - 1)]
 
     def _each(self, x: Tensor, memory: ImageMemory) -> Tensor:  # type: ignore[override]

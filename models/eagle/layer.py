@@ -78,7 +78,6 @@ class FeatureMemory(PendingInputs):
             self._row_B = torch.arange(len(self.lengths), device=device)
 
     def reserve(self, slots: int) -> None:
-        """Make room for this many slots."""
         if self.kv.shape[1] < slots:
             self._enlarge(len(self.kv), more_room(slots, self.kv.shape[1]))
 
@@ -151,7 +150,6 @@ class FeatureMemory(PendingInputs):
         return self._attended(query_BHWE, part, extent, mask[:, None]).transpose(1, 2).reshape(rows * width, -1)
 
     def select(self, keep: list[int]) -> None:
-        """Keep only these rows, in this order."""
         spare = self.spare + len(self.lengths) - len(keep)
         self.move_storage(move_rows(self.kv, keep, self.kv[:, : self.end]), spare)
         self.lengths, self.positions = ([x[b] for b in keep] for x in (self.lengths, self.positions))

@@ -135,7 +135,6 @@ class DraftCalls:
         return token_BT, feature_BTd
 
     def _called(self, memory: FeatureMemory, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Call `DraftLevels`."""
         return self.call(*given)
 
     def _fixed(self, memory: FeatureMemory, kv_BSHE: Tensor, more: int, like_BTd: Tensor) -> tuple:

@@ -20,7 +20,7 @@ from visspec.models.eagle.head import EagleHead
 
 @dataclass(frozen=True)
 class PromptLayout:
-    """The elements of a batch of prompts. Index tensors are (B, T); 0 at padding."""
+    """Elements of a batch of prompts. Index tensors are (B, T); 0 at padding."""
 
     lengths: list[int]  # elements of each row
     token: Tensor  # index t of a text element's feature

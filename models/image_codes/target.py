@@ -152,7 +152,7 @@ class Family:
     model: Any
     vocabulary: Any = None  # `Vocabulary`, if codes are ids of a text model
     codec: Any = None  # a decoder of codes outside the model, such as `codecs.vqgan.ImageCodec`
-    draws: str = "codes"  # or "vectors", "maps" of codes, or codes in "any order", which allows inpainting
+    draws: str = "codes"  # or "vectors", "maps" of codes, or codes in "any order"
     labels: tuple[str, ...] = ()  # class names; empty if prompts are texts, or class numbers only
     default_drafter: str = "jacobi:window=12"  # with the default rule, this is the preset "gumbel"
     default_rule: str = "exact"
@@ -172,10 +172,6 @@ class Family:
             raise ValueError(f"drafter: got one that reads hidden states, which {self.name} does not return")
         return self.target(self)
 
-    def pixel_size(self) -> tuple[int, int]:
-        """Return the height and width in pixels of an any-order family's images."""
-        raise NotImplementedError
-
     def encode(self, pixels: Tensor) -> Tensor:
         """Encode pixels (B, 3, height, width) float32 in [0, 1] to codes (B, rows * columns). Raises ValueError for a
         family without an encoder.
@@ -192,9 +188,12 @@ class Family:
         raise NotImplementedError
 
     def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> EncodedPrompt:
-        """Encode prompts to ids and embeddings, padded on the left; with guidance, the unconditional rows follow.
+        """Encode prompts to ids and embeddings, padded on the left.
 
-        `layout` (default: that of the default size) is used if prompts or positions depend on the size.
+        Args:
+            texts: The prompts.
+            guided: Whether to append the unconditional rows.
+            layout: The image's layout, by default that of the default size, if prompts or positions depend on it.
         """
         raise NotImplementedError
 
@@ -592,7 +591,6 @@ def _twice(state: State) -> int:
 
 
 def _repeat_tree(tree: Tree, times: int) -> Tree:
-    """Repeat a tree for copies of the rows."""
     parent, depth, ancestor = (t.repeat(times, *[1] * (t.dim() - 1)) for t in (tree.parent, tree.depth, tree.ancestor))
     return Tree(parent, depth, ancestor, tree.levels, tree.chain)
 

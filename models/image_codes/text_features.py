@@ -35,7 +35,6 @@ class T5Features:
         return output.last_hidden_state, batch["attention_mask"].bool()
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Move or cast the encoder."""
         self.encoder.to(*args, **kwargs)
         return self
 

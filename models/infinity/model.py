@@ -15,7 +15,6 @@ class InfinityImageConfig(PartsConfig):
 
     @property
     def sizes(self) -> InfinityConfig:
-        """The network's configuration."""
         fields = dict(self.network)
         scales = ScaleSizes(tuple((rows, columns) for rows, columns in fields.pop("grids")))
         reach = fields.pop("reach", None)

@@ -64,7 +64,6 @@ class TextPrompt:
 
 
 def _wide(x: Tensor, most: int) -> Tensor:
-    """Pad (B, T, ...) to `most` tokens."""
     missing = most - x.shape[1]
     return F.pad(x, (0, 0) * (x.dim() - 2) + (0, missing))
 

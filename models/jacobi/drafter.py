@@ -52,13 +52,19 @@ class Window:
 
 
 class Jacobi(Drafter):
-    """Windows of `window` positions. redraw "auto" is gumbel for rules that use the position's noise, else maximal.
+    """Drafts windows of the target's distributions of the previous pass.
 
     With many rows, windows are narrowed, down to 4, to keep a pass at `NODES` positions. This only happens with rules
     that use the position's noise, where tokens do not depend on it.
 
-    Raises ValueError for a redraw or a start that is not in REDRAWS or STARTS. The redraws maximal and independent are
-    not supported with rules without their own random numbers (`exact`).
+    Args:
+        window: Positions of a window.
+        redraw: One of REDRAWS, or "auto": gumbel for rules that use the position's noise, else maximal. maximal and
+            independent need a rule with its own random numbers; `exact` has none.
+        start: One of STARTS, how to initialize positions without a distribution.
+
+    Raises:
+        ValueError: An argument is not one of these.
     """
 
     def __init__(self, window: int = 16, redraw: str = "auto", start: str = "left"):
@@ -76,7 +82,6 @@ class Jacobi(Drafter):
         state.memory = self.first_window(state, scores)
 
     def first_window(self, state: State, scores: Scores) -> Window:
-        """Return the window before the first draft."""
         rows, vocab = len(state.rows), scores.distribution.width
         window = Window(state.pending.new_zeros(rows, 0), None, None)
         width = min(self.window, max(NARROWEST, NODES // max(rows, 1)))

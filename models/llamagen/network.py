@@ -93,17 +93,14 @@ class LlamaGenConfig:
 
     @property
     def num_hidden_layers(self) -> int:
-        """`layers`, under transformers' name."""
         return self.layers
 
     @property
     def num_attention_heads(self) -> int:
-        """`heads`, under transformers' name."""
         return self.heads
 
     @property
     def intermediate_size(self) -> int:
-        """`intermediate`, under transformers' name."""
         return self.intermediate
 
     def get_text_config(self, decoder: bool = True) -> LlamaGenConfig:
@@ -255,7 +252,7 @@ class LlamaGen(Network):
         if self.config.condition != "class":
             condition = condition.to(self.dtype)
         if guidance and not self.guided:
-            raise ValueError("guidance_scale: got one that is not 1, expected 1: the model has no null class")
+            raise ValueError("guidance_scale: expected 1, because the model has no null class")
         if guidance:
             condition = torch.cat([condition, self.cls_embedding.absent(condition)])
         return self.cls_embedding(condition)

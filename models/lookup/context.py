@@ -49,12 +49,12 @@ CANDIDATES = 10  # tokens kept of those that the target ranked highest
 MOST_CANDIDATES = 1 << 17  # tokens and pairs that have candidates, about 40 MB; beyond that the table is cleared
 LONG = 3  # tokens of a match that leaves little to the candidates
 DEPTHS = 4  # number of depths with their own rates; deeper levels share the last one
-FORGET, WEIGHT = 0.998, 4.0  # of rates: decay per observation, and the prior's weight in observations
+FORGET, WEIGHT = 0.998, 4.0  # decay of rates per observation, and the prior's weight in observations
 FIRST_NODES = 4  # initial size of a tree; it only grows further while more nodes may pay
 LEAST = 0.008  # minimum probability of a drafted node
-MATCH_PRIOR = (0.9, 0.85, 0.7, 0.5, 0.35, 0.15)  # of the newest occurrence, by length; each older one has 0.8 times it
-PAIR_PRIOR = (0.5, 0.12, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)  # of candidates after two tokens, by rank
-TOKEN_PRIOR = (0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)  # of candidates after one token
+MATCH_PRIOR = (0.9, 0.85, 0.7, 0.5, 0.35, 0.15)  # rate of the newest occurrence, by length; older ones decay by 0.8
+PAIR_PRIOR = (0.5, 0.12, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)  # rate of candidates after two tokens, by rank
+TOKEN_PRIOR = (0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)  # rate after one token
 # Rates are numbered: matches by length and occurrence, then answers likewise, then candidates in nine groups of ranks.
 # A group combines the match at the node (long, short, none) with what the candidates follow (two tokens; one token,
 # while others follow two; only one token).
@@ -64,7 +64,7 @@ BESIDE_LONG = 0.15  # scales these priors next to a long match, so that the firs
 ALONE = (PAIR_PRIOR, tuple(p / 4 for p in TOKEN_PRIOR), TOKEN_PRIOR)
 GROUPS = tuple(tuple(share * p for p in group) for share in (BESIDE_LONG, 1, 1) for group in ALONE)
 
-CandidateTable = dict[Hashable, list[int]]  # by a token, and by a pair of tokens
+CandidateTable = dict[Hashable, list[int]]  # keys: a token, or a pair of tokens
 Place = tuple[CandidateTable, tuple[int, int], bool]  # the table, a token and its predecessor, whether it was accepted
 
 
@@ -115,12 +115,10 @@ class Shared:
     successors: Tensor | None = None  # (V, K), for tokens without candidates
 
     def ranked(self, token: int) -> Sequence[int]:
-        """Return the candidates after a token."""
         candidates = self.candidates.get(token, ())
         return candidates if candidates or self.successors is None else self.successors[token].tolist()
 
     def add(self, answer: Sequence[int]) -> None:
-        """Add a finished answer."""
         with self.lock:
             if len(self.answers.ids) + len(answer) > MOST_ANSWERS:
                 self.answers = TextIndex()
@@ -148,7 +146,6 @@ class RowContext:
         self._append(prompt)
 
     def extend(self, output: Sequence[int]) -> None:
-        """Append new tokens of the row's output."""
         self._append(output[len(self.ids) - self.prompt :])
 
     def _append(self, tokens: Sequence[int]) -> None:
@@ -158,7 +155,6 @@ class RowContext:
             self.ids += tokens
 
     def end(self) -> None:
-        """Share the answer of a finished row."""
         if "answers" in self.sources:
             self.shared.add(self.ids[max(self.prompt - BEFORE, 0) :])
 
@@ -315,7 +311,6 @@ class ContextDrafter(Drafter):
         return cls(**options, successors=table_VK.int())
 
     def save_pretrained(self, folder: str | Path, record: dict[str, Any]) -> None:
-        """Write config.json, model.safetensors and provenance.json."""
         table_VK = self.common.successors
         assert table_VK is not None, "a drafter without a table has nothing to save"
         kind = torch.uint16 if len(table_VK) <= 1 << 16 else torch.int32

@@ -69,8 +69,8 @@ class MergedDrafter(Drafter):
     def save_pretrained(self, folder: Path, record: dict[str, Any]) -> None:
         self.trained.save_pretrained(folder, record)
 
-    def check_form(self, form: str) -> None:
-        self.trained.check_form(form)
+    def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
+        self.trained.export(folder, form, verifier)
 
     def attach(self, target: Any) -> None:
         self.trained.attach(target)

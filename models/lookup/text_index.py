@@ -17,7 +17,7 @@ class TextIndex:
 
     def __init__(self) -> None:
         self.ids: list[int] = []
-        self.start = 0  # of the newest text
+        self.start = 0  # start of the newest text
         self.places: dict[tuple[int, ...], list[int]] = {}  # positions after each n-gram, the newest last
 
     def append(self, tokens: Sequence[int]) -> None:

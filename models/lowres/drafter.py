@@ -36,11 +36,17 @@ UPSAMPLERS = ("bicubic", "latent")
 
 
 class LowRes(Drafter):
-    """family: the low-resolution model; target: the family that it drafts for, or None until `attach`; window: codes
-    proposed at a time, in raster order.
+    """Drafts whole images with a low-resolution model and an up-sampler.
 
-    Raises ValueError for an unknown up-sampler or one for another codebook, and for a sibling with another codebook or
-    tokenizer or a larger grid.
+    Args:
+        family: The low-resolution model.
+        target: The family that it drafts for, or None until `attach`.
+        window: Codes proposed at a time, in raster order.
+        upsample: One of UPSAMPLERS, or the folder of a trained up-sampler.
+
+    Raises:
+        ValueError: The up-sampler is unknown or for another codebook, or the model has another codebook or tokenizer or
+            a larger grid.
     """
 
     def __init__(self, family: Family, target: Family | None = None, window: int = 8, upsample: str | Path = "bicubic"):

@@ -54,7 +54,7 @@ class ParallelMAR(Order):
             if step:  # the first pass is the prefill's, as in other orders
                 trace.rounds.append(Round(0, [len(numbers)] * len(rows), [False] * len(rows)))
             if numbers.stop == tokens:
-                state.memory = [state.output.in_generation_order(row, passes) for row in rows]
+                state.memory = [state.output.in_raster_order(row, passes) for row in rows]
             if request.on_round is not None:
                 request.on_round(state)
         return state

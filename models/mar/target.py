@@ -61,14 +61,16 @@ class ClassPrompt:
 
 
 class MARImages(VectorFamily):
-    """Prompts are class numbers ("207") or class names. Tokens are vectors, which `MARTarget` draws in each row's own
-    order.
+    """Prompts are class numbers ("207") or class names. `MARTarget` draws vectors in each row's own order.
 
-    plan: steps of the chains; by default the folder's, or 100 of the published schedule, with noise in the last. scale:
-    "linear" if guidance grows from nearly 1 with the number of known tokens, as in the published commands, or
-    "constant". autoencoder: `visspec.models.mar.layout.load_mar_vae`, or the folder's. denoising_steps: per vector,
-    replaces the folder's; fewer are faster but give another distribution. settings: a generation_config that replaces
-    the folder's.
+    Args:
+        model: The network, or a folder's model.
+        processor: Not needed, as prompts are classes.
+        autoencoder: `visspec.models.mar.layout.load_mar_vae`, or the folder's.
+        plan: Steps of the chains; by default the folder's, or 100 of the published schedule, with noise in the last.
+        scale: "linear" if guidance grows from nearly 1 with the number of known tokens, as published, or "constant".
+        denoising_steps: Steps per vector, replaces the folder's; fewer are faster but give another distribution.
+        settings: A generation_config that replaces the folder's.
     """
 
     name = "mar"
@@ -134,7 +136,6 @@ class DrawnVectors:
         self.values = self.values.scatter(1, at, values_BNd.to(self.values.dtype))
 
     def select(self, keep: list[int]) -> DrawnVectors:
-        """Select these rows."""
         return DrawnVectors(self.classes[keep], self.order[keep], self.values[keep])
 
 
@@ -145,7 +146,7 @@ class UnorderedBuffer(VectorBuffer):
         super().__init__(request, len(order_BT))
         self.order = order_BT
 
-    def in_generation_order(self, row: int, items: list[Any], given: str | int | None = None) -> list[Any]:
+    def in_raster_order(self, row: int, items: list[Any]) -> list[Any]:
         by_place = dict(zip(self.order[row].tolist(), items))
         return [by_place[place] for place in sorted(by_place)]
 

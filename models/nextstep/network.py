@@ -36,13 +36,12 @@ class NextStepConfig:
 
     @property
     def channels(self) -> int:
-        """Number of latent channels."""
         return self.size // self.patch**2
 
 
 class NextStep(Network):
     """normalised: whether drawn tokens are normalized to mean 0 and variance 1, as in the authors' examples for the
-    first release (`use_norm`); those for version 1.1 do not.
+    first release (`use_norm`), but not in those for version 1.1.
     """
 
     gen_pos_embed: Tensor

@@ -43,7 +43,6 @@ class RandARImageConfig(PreTrainedConfig):
 
     @property
     def sizes(self) -> LlamaGenConfig:
-        """The network's configuration."""
         return LlamaGenConfig(
             **self.network,
             grid=self.vq_config.num_patches,
@@ -104,12 +103,6 @@ class JanusCodec:
     def decode(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         """Decode codes (B, T) in raster order to pixels (B, height, width, 3), float32 in [-1, 1]."""
         return self.model.decode(cast(torch.LongTensor, tokens)).permute(0, 2, 3, 1).float().clamp(-1, 1)
-
-    @torch.no_grad()
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Encode pixels (B, height, width, 3) in [-1, 1] to codes (B, T), int64."""
-        encoded = self.model.encode(pixels.permute(0, 3, 1, 2).to(self.model.dtype))
-        return encoded.image_tokens.view(len(pixels), -1)
 
 
 load = RandARImageModel.read

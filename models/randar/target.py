@@ -2,15 +2,15 @@
 
 A pass has a pair of inputs for each node of a draft: its code, and the query of the place that comes after it, whose
 output is the distribution after the node. Both stay in the cache, because later codes attend to both. The order belongs
-to the request (`Request.order`), and given codes (`Request.known`) come first in it, with the prompt.
+to the request (`Request.order`).
 
 With `ahead` A, every node has A more queries, for the places after the next one. They see what their node sees but not
 each other, and nothing attends to them. They give distributions of later codes without those in between, from which a
 drafter draws the next draft (`models.randar.ahead`) without another pass. One network drafts and verifies (any-subset
 speculative decoding, Guo and Ermon), in one pass where the published form takes two.
 
-Shapes: B requests, R = B or 2 B cache rows, P prefix, K maximum number of given codes over the rows, N nodes, A later
-places, Q = 1 + A queries per node, S = 2 N + N A inputs of a pass, T places, V codes, d hidden size.
+Shapes: B requests, R = B or 2 B cache rows, P prefix, N nodes, A later places, Q = 1 + A queries per node,
+S = 2 N + N A inputs of a pass, T places, V codes, d hidden size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from visspec import tree as trees
-from visspec.cache import SlotCache, to_device
+from visspec.cache import SlotCache
 from visspec.loop.output import TokenBuffer
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.image_codes.target import EncodedPrompt, ImageAR, _repeat_tree, _twice
@@ -38,7 +38,7 @@ from visspec.types import FREE, Draft, DrafterTraits, Outcome, Request, Scores, 
 
 
 class RandARImages(LlamaGenImages):
-    """Prompts are LlamaGen's. Images are generated in any order of their places, and from a part of their codes."""
+    """Prompts are LlamaGen's. Images are generated in any order of their places."""
 
     name = "randar"
     draws = "any order"
@@ -56,15 +56,6 @@ class RandARImages(LlamaGenImages):
     def prefix(self) -> int:
         """Number of position ids before those of places."""
         return self.model.config.prefix
-
-    def pixel_size(self) -> tuple[int, int]:
-        side = self.model.config.grid * self.factor
-        return side, side
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        if self.codec is None:
-            raise ValueError(f"image: got pixels, expected codes: {self.no_pixels}")
-        return self.codec.encode(pixels.permute(0, 2, 3, 1) * 2 - 1)
 
 
 class PromptedRandARImages(RandARImages):
@@ -88,26 +79,16 @@ class PromptedRandARImages(RandARImages):
 class RankBuffer(TokenBuffer):
     """Ids in the order of drawing; `values` are in raster order, FREE where none is drawn yet."""
 
-    def __init__(self, request: Request, rows: int):
-        super().__init__(request, rows)
-        self.orders = [request.visits(row) for row in range(rows)]
-        self.given = [0] * rows if request.known is None else (request.known != FREE).sum(dim=1).tolist()
-
-    def in_generation_order(self, row: int, items: list[Any], given: str | int | None = None) -> list[Any]:
-        order, drawn = self.orders[row], items[: len(self.orders[row]) - self.given[row]]
-        placed = [given] * len(order)
-        for place, item in zip(order[self.given[row] :], drawn):
-            placed[place] = item
-        return placed
+    def in_raster_order(self, row: int, items: list[Any]) -> list[Any]:
+        by_place = dict(zip(self.request.visits, items))
+        return [by_place.get(place, FREE) for place in range(len(self.request.visits))]
 
     def values(self, row: int) -> Tensor:
-        drawn_T = torch.tensor(self.in_generation_order(row, self.tokens[row], FREE), dtype=torch.long)
-        known = self.request.known
-        return drawn_T if known is None else torch.where(known[row] == FREE, drawn_T, known[row])
+        return torch.tensor(self.in_raster_order(row, self.tokens[row]), dtype=torch.long)
 
 
 class RankLayers(SlotLayers):
-    """The cache of a request, with its live rows' orders (B, T)."""
+    """The cache of a request, with its order (T,)."""
 
     order: Tensor
 
@@ -129,48 +110,28 @@ class RandARTarget(ImageAR):
         return Target.revise(self, state, tokens, places, seen)
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
-        """Run the prompts (`request.inputs` is an `EncodedPrompt`) and the given codes. Scores: distributions (B, 1) of
-        the first codes to be drawn. Raises ValueError, before any pass, for an order or given codes that do not fit the
-        image.
-        """
+        """Run the prompts (`request.inputs` is an `EncodedPrompt`). Scores: distributions (B, 1) of the first codes."""
         prompt: EncodedPrompt = request.inputs
-        rows, copies = len(prompt.ids), len(prompt.embeds) // len(prompt.ids)
-        output = RankBuffer(request, rows)
-        cache = RankLayers(len(prompt.embeds), 2 * request.max_new_tokens)
-        cache.order = torch.tensor(output.orders, device=self.device)
-        given_B = torch.tensor(output.given, device=self.device)
-        state = State(request, torch.zeros_like(given_B), given_B - 1, cache, list(range(rows)), output)
+        rows, count = len(prompt.ids), len(prompt.embeds)
+        cache = RankLayers(count, 2 * request.max_new_tokens)
+        cache.order = torch.tensor(request.visits, device=self.device)
+        pending_B = torch.zeros(rows, dtype=torch.long, device=self.device)
+        state = State(request, pending_B, pending_B - 1, cache, list(range(rows)), RankBuffer(request, rows))
 
-        codes_BK, places_BK, real_BK = self._given_codes(request, output, cache.order)
-        queries_BQ = self._places(cache.order, state.position[:, None], 1)[:, 0]
-        image = torch.cat([self.family.model.paired(codes_BK, places_BK), self.family.model.query(queries_BQ)], dim=1)
-        at_BS = self.family.prefix + torch.cat([places_BK.repeat_interleave(2, dim=1), queries_BQ], dim=1)
-        embeds = torch.cat([prompt.embeds, image.repeat(copies, 1, 1)], dim=1)
-        first_RP = torch.arange(prompt.ids.shape[1], device=self.device).expand(len(embeds), -1)
-        index = torch.cat([first_RP, at_BS.repeat(copies, 1)], dim=1)
-        real = [prompt.attention, real_BK.repeat_interleave(2, dim=1).repeat(copies, 1)]
-        real_RS = torch.cat([*real, prompt.attention.new_ones(len(embeds), 1)], dim=1)
+        queries_RQ = self._places(cache.order, state.position[:1, None], 1)[:, 0].expand(count, -1)
+        embeds = torch.cat([prompt.embeds, self.family.model.query(queries_RQ)], dim=1)
+        first_RP = torch.arange(prompt.ids.shape[1], device=self.device).expand(count, -1)
+        index = torch.cat([first_RP, self.family.prefix + queries_RQ], dim=1)
+        real_RS = torch.cat([prompt.attention, prompt.attention.new_ones(count, 1)], dim=1)
 
         length, padded = real_RS.shape[1], not bool(real_RS.all())
         cache.slots.open(embeds.shape[1], self.device)
         mask = self.masks.additive(prefill_mask(real_RS, self.ahead)) if padded or self.ahead else None
         hidden = self._run(embeds, {"attention_mask": mask}, index, cache)
-        cache.slots.commit([list(range(length))] * len(embeds))
+        cache.slots.commit([list(range(length))] * count)
         if padded:
             cache.slots.padding = real_RS
         return state, self._read(state, trees.empty_draft(state.pending), hidden[:, length - 1 :], 1)
-
-    def _given_codes(self, request: Request, output: RankBuffer, order_BT: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return given codes (B, K) in order, their places, and a mask of real ones; shorter rows are left-padded."""
-        most = max(output.given)
-        real_BK = to_device([[False] * (most - n) + [True] * n for n in output.given], self.device).bool()
-        if request.known is None or most == 0:
-            none_B0 = order_BT[:, :0]
-            return none_B0, none_B0, real_BK
-        places = [[0] * (most - n) + order[:n] for n, order in zip(output.given, output.orders)]
-        places_BK = torch.tensor(places)
-        codes_BK = request.known.gather(1, places_BK).clamp(min=0)
-        return codes_BK.to(self.device), places_BK.to(self.device), real_BK
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """Run one pass over all nodes and their queries, and over both guidance rows. Returns scores for (B, N)."""
@@ -195,15 +156,10 @@ class RandARTarget(ImageAR):
         paths = [[slot for node in path for slot in (2 * node, 2 * node + 1)] for path in outcome.path]
         state.cache.slots.commit(paths * _twice(state))
 
-    def select(self, state: State, keep: list[int]) -> None:
-        super().select(state, keep)
-        state.cache.order = state.cache.order[to_device(keep, self.device)]
-
-    def _places(self, order_BT: Tensor, rank_BN: Tensor, first: int) -> Tensor:
+    def _places(self, order_T: Tensor, rank_BN: Tensor, first: int) -> Tensor:
         """Return places (B, N, Q) of the Q ranks from `first` after these on; beyond the end, the last place."""
         rank_BNQ = rank_BN[..., None] + torch.arange(first, first + 1 + self.ahead, device=rank_BN.device)
-        rank_BNQ = rank_BNQ.clamp(0, order_BT.shape[1] - 1).expand(len(order_BT), -1, -1)
-        return order_BT.gather(1, rank_BNQ.flatten(1)).view(rank_BNQ.shape)
+        return order_T[rank_BNQ.clamp(0, len(order_T) - 1)]
 
     def _read(self, state: State, draft: Draft, hidden: Tensor, nodes: int) -> Scores:
         """Return scores of nodes from hidden states (R, 2 N - 1 + N A, d): those of the queries, interleaved with

@@ -27,17 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from visspec import tree as trees
-from visspec.cache import additive
 from visspec.models.attention.draft_attention import folded_attention
 from visspec.types import Draft
 
 STEP = 128  # slots
 REFERENCE = 16  # number of rows whose results are the reference
 WIDER = 64  # maximum padding of a pass, for each row of the batch
-TOGETHER = (128, 64, 32)  # rows or queries that `FixedSums` may compute together if they agree with `REFERENCE`
 OUTPUTS = 2048  # columns of a product to compare on a CPU, where random numbers take time
 BLOCK = 4 * STEP  # keys in a block of the CPU's attention
 EXTENTS = (STEP, 3 * STEP, BLOCK, BLOCK + STEP)  # numbers of keys for comparing numbers of queries
@@ -138,72 +135,6 @@ class PassWidths:
             result = function(of, self.dtype, self.device)
             _known[key] = torch.equal(result, _tiled(_known[*where, same], len(result)))
         return _known[key]
-
-
-class FixedSums(TorchFunctionMode):
-    """Context in which linear layers and attention sum alike for any number of rows, queries and keys. For our own
-    networks, whose layers differ in rows: each product is split and padded by itself.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._found: dict[Hashable, PassWidths] = {}
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is F.linear:
-            func = self._linear
-        elif func is F.scaled_dot_product_attention:
-            func = self._attention
-        return func(*args, **(kwargs or {}))
-
-    def _linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        outer, inner = weight.shape
-        widths = self._widths(x, (inner, outer, False, bias is not None))
-        rows = x.reshape(-1, inner)
-        size = _size(len(rows), widths._agrees)
-        parts = []
-        for part in rows.split(size):
-            padded = F.pad(part, (0, 0, 0, size - len(part)))
-            parts.append(F.linear(padded[None], weight, bias)[0, : len(part)])
-        return torch.cat(parts).view(*x.shape[:-1], outer)
-
-    def _attention(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, scale: float | None = None
-    ) -> Tensor:
-        """Attend from queries (R, H, Q, E) to keys (R, H, S, E) with a mask (R|1, 1, Q|1, S) bool."""
-        count, slots = query.shape[2], key.shape[2]
-        widths = self._widths(query, heads=(query.shape[1], 1, query.shape[3]))
-        more = widths.extent(slots) - slots
-        seen = query.new_ones(1, 1, 1, slots, dtype=torch.bool) if attn_mask is None else attn_mask
-        mask = additive(F.pad(seen, (0, more)), query.dtype).expand(-1, -1, count, -1)
-        key, value = (F.pad(x, (0, 0, 0, more)) for x in (key, value))
-        size, parts = _size(count, widths._attends), []
-        for part, own in zip(query.split(size, dim=2), mask.split(size, dim=2)):
-            padding = (0, 0, 0, size - part.shape[2])
-            padded, own = F.pad(part, padding), F.pad(own, padding)
-            parts.append(F.scaled_dot_product_attention(padded, key, value, attn_mask=own, scale=scale))
-        return torch.cat(parts, dim=2)[:, :, :count]
-
-    def _widths(
-        self,
-        x: Tensor,
-        product: tuple[int, int, bool, bool] | None = None,
-        heads: tuple[int, int, int] | None = None,
-    ) -> PassWidths:
-        """Return the widths of one product, or of attention with these heads."""
-        key = x.dtype, x.device, product, heads
-        if key not in self._found:
-            self._found[key] = PassWidths([], [heads] if heads else [], x.dtype, x.device)
-            self._found[key].products = [product] if product else []
-        return self._found[key]
-
-
-def _size(count: int, agrees: Callable[[int], bool]) -> int:
-    """Return how many of `count` rows to compute together."""
-    with torch.inference_mode():
-        return next((n for n in TOGETHER if n < 2 * count and agrees(n)), REFERENCE)
 
 
 def _shape(module: nn.Module) -> tuple[int, int, bool] | None:

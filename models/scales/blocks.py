@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from visspec.models.layers import Network
 
-EPSILON = 1e-6  # of all layer norms
+EPSILON = 1e-6  # epsilon of all layer norms
 
 
 SHARPEST = math.log(100)  # maximum log scale of an attention head

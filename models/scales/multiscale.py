@@ -21,7 +21,7 @@ from diffusers.models.autoencoders.vae import Decoder, Encoder
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-GROUPS = 32  # of all group norms
+GROUPS = 32  # groups of all group norms
 MOST_CODES = 1 << 20  # maximum codes in all maps of an image
 MIX = 0.5  # weight of the convolution in a map's contribution
 

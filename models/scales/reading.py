@@ -48,7 +48,6 @@ class ConditionState:
 
     @property
     def copies(self) -> int:
-        """Rows per image."""
         return len(self.given) // len(self.count)
 
     def read(self, value_BNS: Tensor | None = None, last: bool = False) -> list[DistanceGroup]:

@@ -17,7 +17,6 @@ Shapes: B images, R = B or 2 B rows, N nodes, S codes of the largest scale, V co
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,7 +29,6 @@ from visspec.distributions import Maps
 from visspec.loop.output import ScaleBuffer
 from visspec.models.folders import OwnImageModel, unpack
 from visspec.models.image_codes.target import Family, ImageLayout
-from visspec.models.runner.widths import FixedSums
 from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget
@@ -40,33 +38,6 @@ from visspec.sampling import warp
 from visspec.types import FREE, Capabilities, Draft, Outcome, Request, Sampling, Scores, State, Target
 
 RAMPS = ("linear", "constant")  # how guidance depends on the scale
-
-
-@dataclass(frozen=True)
-class ScaleSettings:
-    """Per-scale settings that override the call's: one number for each of the K scales."""
-
-    temperature: tuple[float, ...] | None = None
-    top_k: tuple[int, ...] | None = None
-    top_p: tuple[float, ...] | None = None
-
-    def check(self, scales: int) -> None:
-        """Raise ValueError for lists of the wrong length and for invalid numbers."""
-        for name in ("temperature", "top_k", "top_p"):
-            values = getattr(self, name)
-            if values is not None and len(values) != scales:
-                raise ValueError(f"{name}: got {len(values)} numbers, expected {scales}, one for each scale")
-            for value in values or ():
-                Sampling(**{name: value})
-        if self.temperature is not None and 0 in self.temperature:
-            raise ValueError("temperature: got 0 for a scale, expected positive numbers (or 0 for the call: greedy)")
-
-    def of(self, sampling: Sampling, scale: int) -> Sampling:
-        """Return the settings of a scale. A greedy call stays greedy."""
-        overrides = {name: values[scale] for name, values in vars(self).items() if values is not None}
-        if sampling.greedy:
-            overrides.pop("temperature", None)
-        return replace(sampling, **overrides) if overrides else sampling
 
 
 @dataclass(frozen=True)
@@ -92,10 +63,17 @@ class ScaleLayout(ImageLayout):
 class ScaleImages(Family):
     """Base class of next-scale models as image families.
 
-    codec: the autoencoder, needed to generate. ramp: guidance by scale, "linear" or "constant"; default: as published.
-    refiner, handover: a model for the scales from number `handover` on (CoDe). budget: tokens to keep in the cache by
-    layer and scale (ScaleKV, `visspec.models.scales.kv_budget`), which makes the guarantee approximate. settings: a
-    generation_config that replaces the folder's.
+    Args:
+        model: The network, or a folder's model.
+        processor: Encodes texts, if prompts are texts.
+        codec: The autoencoder, needed to generate.
+        per_scale: Settings that override the call's at each scale.
+        ramp: Guidance by scale, "linear" or "constant"; by default as published.
+        refiner: A model for the scales from number `handover` on (CoDe).
+        handover: First scale of the refiner.
+        budget: Tokens to keep in the cache by layer and scale (ScaleKV, `visspec.models.scales.kv_budget`), which makes
+            the guarantee approximate.
+        settings: A generation_config that replaces the folder's.
     """
 
     draws = "maps"
@@ -108,7 +86,6 @@ class ScaleImages(Family):
         model: NextScale | OwnImageModel,
         processor: Callable[..., Any] | None = None,
         codec: ScaleVAE | None = None,
-        per_scale: ScaleSettings | None = None,
         ramp: str | None = None,
         refiner: NextScale | None = None,
         handover: int | None = None,
@@ -126,11 +103,10 @@ class ScaleImages(Family):
         self.model = net
         self.codec = vae
         self.processor = processor
-        self.per_scale, self.ramp = per_scale or ScaleSettings(), ramp
+        self.ramp = ramp
         self.refiner, self.handover, self.budget = refiner, handover, budget
         self.scales, self.codes = net.config.scales, net.config.codes
         self.sizes = tuple(size * self.codec.quantize.each for size in self.scales.sizes)  # codes of each map
-        self.per_scale.check(len(self.scales))
         check_codec(net, self.codec)
         if (refiner is None) != (handover is None):
             raise ValueError(f"handover: got {handover}, expected a refiner and its first scale's number, or neither")
@@ -160,17 +136,15 @@ class ScaleImages(Family):
         """Accept any prompt: nothing depends on its length."""
 
     def guidance(self, guidance: float, scale: int) -> float:
-        """Return the guidance of a scale."""
         last = len(self.scales) - 1
         return guidance if self.ramp == "constant" or last == 0 else 1 + (guidance - 1) * scale / last
 
     def warp(self, sampling: Sampling, logits_RSV: Tensor, scale: int) -> Tensor:
-        """Apply guidance, then the scale's temperature, top-k and top-p: (B, S, V)."""
-        own = self.per_scale.of(sampling, scale)
+        """Apply the scale's guidance, then temperature, top-k and top-p: (B, S, V)."""
         if sampling.guidance == 1.0:
-            return warp(logits_RSV, own)
+            return warp(logits_RSV, sampling)
         cond, uncond = logits_RSV.chunk(2)
-        own = replace(own, guidance=self.guidance(sampling.guidance, scale))
+        own = replace(sampling, guidance=self.guidance(sampling.guidance, scale))
         return warp(cond.contiguous(), own, uncond.contiguous())
 
     def distributions(self, state: State, groups: list[DistanceGroup], nodes: int) -> Maps:
@@ -208,7 +182,6 @@ class ScaleTarget(Target):
         self.capabilities = Capabilities(
             trees=False, vocab=family.codes, distribution=Maps, scales=family.sizes, **declared_distribution(family)
         )
-        self.sums: AbstractContextManager[Any] = nullcontext()
 
     @property
     def device(self) -> torch.device:
@@ -228,11 +201,10 @@ class ScaleTarget(Target):
             list(range(images)),
             ScaleBuffer(request, images, self.family.sizes),
         )
-        with self.sums:
-            return state, self._scores(state, reading.read(), 1)
+        return state, self._scores(state, reading.read(), 1)
 
     def fix_widths(self) -> None:
-        self.sums = FixedSums()
+        """Images are drawn one at a time then, with drafts of one length."""
 
     def reading(self, prompt: Any, sampling: Sampling, model: NextScale) -> ConditionState:
         """Return the initial state of a model for a prompt."""
@@ -251,8 +223,7 @@ class ScaleTarget(Target):
             raise ValueError(f"draft: got {nodes - 1} scales, expected none: this target takes one scale at a time")
         if len(state.tokens[state.rows[0]]) == self.family.handover:
             return self._scores(state, self._hand_over(state), 1)
-        with self.sums:
-            scores = self._scores(state, reading.read(draft.value), nodes)
+        scores = self._scores(state, reading.read(draft.value), nodes)
         self._report(state)
         return scores
 

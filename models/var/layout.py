@@ -66,7 +66,6 @@ def load_var_vae(path: str | Path) -> MultiScaleVAE:
 
 
 def shape_of(weights: Weights) -> MultiScaleShape:
-    """Infer the shape of the autoencoder."""
     codes, size = weights.shape(CODEBOOK, 2)
     channels, steps, blocks = weights.encoder()
     kernel = weights.shape("quant_conv.weight", 4)[2]

@@ -40,12 +40,10 @@ class VARImageConfig(PreTrainedConfig):
 
     @property
     def shape(self) -> MultiScaleShape:
-        """The autoencoder's shape."""
         return MultiScaleShape(**self.autoencoder | {"multipliers": tuple(self.autoencoder["multipliers"])})
 
     @property
     def sizes(self) -> VARConfig:
-        """The network's configuration."""
         return VARConfig(
             **self.network,
             scales=ScaleSizes(tuple((rows, columns) for rows, columns in self.grids)),

@@ -119,5 +119,4 @@ class VAR(NextScale):
         return x_RQC
 
     def logits(self, hidden_RQC: Tensor, given_RC: Tensor) -> Tensor:
-        """Return logits (R, Q, V)."""
         return self.head(self.head_nm(hidden_RQC, given_RC))

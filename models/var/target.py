@@ -15,7 +15,7 @@ from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import ImageLayout
 from visspec.models.scales.kv_budget import CacheBudget, selectivity
 from visspec.models.scales.multiscale import MultiScaleVAE
-from visspec.models.scales.target import ScaleImages, ScaleSettings
+from visspec.models.scales.target import ScaleImages
 from visspec.models.var.model import VARImageModel, check_codebook, load
 from visspec.models.var.network import GUIDANCE, VAR
 
@@ -62,7 +62,6 @@ class VARImages(ScaleImages):
         model: VARImageModel | VAR,
         processor: Callable[..., Any] | None = None,
         codec: MultiScaleVAE | None = None,
-        per_scale: ScaleSettings | None = None,
         ramp: str | None = None,
         refiner: VARImageModel | VAR | str | None = None,
         handover: int | None = None,
@@ -75,7 +74,7 @@ class VARImages(ScaleImages):
             refined, self.labels = small(refiner, model), tuple(model.config.labels)
             if budget is not None and not isinstance(budget, CacheBudget):
                 kept = calibrate_budget(model, float(budget))
-        super().__init__(model, processor, codec, per_scale, ramp, refined, handover, kept, settings)
+        super().__init__(model, processor, codec, ramp, refined, handover, kept, settings)
 
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None

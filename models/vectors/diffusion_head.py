@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from visspec.distributions import DenoisingSteps
 
 LATEST = 0.999  # maximum beta of the cosine schedule
-OFFSET = 0.008  # of the cosine schedule, Nichol and Dhariwal 2021, equation 17
-EPSILON = 1e-6  # of all layer norms
+OFFSET = 0.008  # offset of the cosine schedule, Nichol and Dhariwal 2021, equation 17
+EPSILON = 1e-6  # epsilon of all layer norms
 # the head's prediction, at x = signal value + noise eps: coefficients of x and of the prediction in an estimated value
 PREDICTIONS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "noise": lambda signal, noise: (1 / signal, -noise / signal),  # eps

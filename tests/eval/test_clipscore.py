@@ -37,13 +37,13 @@ def test_pairs_by_name_and_lists_what_has_no_partner(tmp_path: Path):
         save(tmp_path / name)
     save(tmp_path / "bad.png").write_bytes(b"x")
     captions = {"10.png": "c" * 30, "2.png": "b" * 20, "bad.png": "z", "lost.png": "y"}
-    out = clipscore.from_folder(tmp_path, captions, ByLength())
+    out = clipscore.from_folder(tmp_path, captions, ByLength(), tmp_path / "r.jsonl")
     assert out["value"] == pytest.approx(25) and out["n"] == 2 and out["name"] == "CLIPScore[fake]"
     text = "\n".join(out["problems"])
     assert "1.png has no caption" in text and "no image lost.png" in text and "bad.png" in text
     assert out["text_length"] == 77
     with pytest.raises(ValueError, match="has a caption"):
-        clipscore.from_folder(tmp_path, {"x.png": "a"}, ByLength())
+        clipscore.from_folder(tmp_path, {"x.png": "a"}, ByLength(), tmp_path / "r.jsonl")
 
 
 def test_clip_scorer_is_the_cosine_of_a_tiny_model(tmp_path: Path):

@@ -57,7 +57,7 @@ def drawn(pipe, texts, size, drafter):
 
 
 def painted(name, count):
-    """Pictures that are the same with drafts, and in batches of four, as alone, with and without the mode."""
+    """Pictures that are the same with drafts (codes), and in batches of four, as alone, with and without the mode."""
     world = HELD_OUT / ("emoji" if name.endswith("emoji") else "shapes")
     lines = (world / "prompts.jsonl").read_text().splitlines()
     for invariant in (True, False):
@@ -70,7 +70,7 @@ def painted(name, count):
         arms = {f"{drafter}, alone": drawn(pipe, texts, 1, drafter), "none, batch 4": drawn(pipe, texts, 4, None)}
         arms[f"{drafter}, batch 4"] = drawn(pipe, texts, 4, drafter)
         for arm, found in arms.items():
-            own = arms[f"{drafter}, alone"] if pipe.family.draws == "vectors" and drafter in arm else alone
+            own = arms[f"{drafter}, alone"] if pipe.family.draws in ("vectors", "maps") and drafter in arm else alone
             same = sum(map(torch.equal, found, own))
             print(f"{name}, mode {'on' if invariant else 'off'}, {arm}: {same} of {len(found)} equal", flush=True)
 

@@ -28,9 +28,7 @@ from visspec.types import Acceptance, Draft, RuleTraits, Scores, Verdict
 
 
 class RoundNoise(AcceptanceNoise):
-    """`AcceptanceNoise` that never uses a number in two rounds. Each round begins a new chunk, so that up to 15 levels
-    a row does not depend on how far others are drafted.
-    """
+    """`AcceptanceNoise` that never uses a number in two rounds, because each round begins a new chunk."""
 
     read = 0  # positions read in this round
 

@@ -17,9 +17,7 @@ _tables: deque[tuple[Tensor, tuple, Tensor]] = deque(maxlen=8)  # (codebook, key
 
 
 def require_codebook(capabilities: Capabilities, rule: str, k: int = 1, itself: bool = False) -> Tensor:
-    """Return the target's codebook. Raises ValueError if it has none, or too few codes for k neighbours of each code
-    (`itself`: counting the code).
-    """
+    """Return the target's codebook. Raises ValueError if there is none, or it has too few codes for k neighbours."""
     codebook = capabilities.codebook
     if codebook is None:
         raise ValueError(
@@ -28,7 +26,7 @@ def require_codebook(capabilities: Capabilities, rule: str, k: int = 1, itself: 
         )
     most = len(codebook) - (not itself)
     if k > most:
-        raise ValueError(f"k: got {k}, expected at most {most} neighbours in a codebook of {len(codebook)}")
+        raise ValueError(f"k: got {k}, expected at most {most} neighbours in a codebook of {len(codebook)}.")
     return codebook.detach()
 
 

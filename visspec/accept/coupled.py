@@ -37,9 +37,9 @@ class Coupled(Acceptance[Normals]):
     def __init__(self, window: int = 32, merge: int = 40):
         for name, value, least in (("window", window, 1), ("merge", merge, 0)):
             if value < least:
-                raise ValueError(f"{name}: got {value}, expected at least {least}")
+                raise ValueError(f"{name}: got {value}, expected at least {least}.")
         if window > denoise.MOST:
-            raise ValueError(f"window: got {window}, expected at most {denoise.MOST}")
+            raise ValueError(f"window: got {window}, expected at most {denoise.MOST}.")
         self.window, self.merge = window, merge
         self.capabilities = Capabilities()
 

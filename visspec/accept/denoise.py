@@ -288,8 +288,8 @@ def proposals(
     final: Tensor,
     merge: int,
 ) -> Proposals:
-    """Return the next W points, along the drafted chain if a chain is on it, else around the forecast. `final` (M, W)
-    bool marks each chain's last valid point.
+    """Return the next W points, along the drafted chain or around the forecast. `final` (M, W) marks the last valid
+    one.
     """
     log_sigma = steps.low[index][..., None]
     if not steps.fixed:  # the middle of the bounds, since deviations are not predicted here

@@ -22,9 +22,7 @@ from visspec.types import Acceptance, Draft, RuleTraits, Scores, Tree, Verdict
 
 
 class Exact(Acceptance[Gumbel]):
-    """The default rule: exact for greedy decoding and sampling, for chains and trees of point masses or coupled
-    drafts.
-    """
+    """The default rule: exact for greedy decoding and sampling, for chains and trees of point masses."""
 
     traits = RuleTraits("exact")
 

@@ -49,7 +49,7 @@ class Lantern(Rejection):
 
     def _open(self, k: int, value: float) -> None:
         if not 1 <= k <= MOST:
-            raise ValueError(f"k: got {k}, expected a number of neighbours from 1 to {MOST}")
+            raise ValueError(f"k: got {k}, expected a number of neighbours from 1 to {MOST}.")
         self.k, self.value = k, value
         self.table_Vk: Tensor | None = None
 

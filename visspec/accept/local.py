@@ -46,10 +46,10 @@ class Local(Acceptance[Gumbel]):
 
     def __init__(self, tau: float = 0.05, radius: int = 1, k: int = 8, window: int | None = None):
         if not tau >= 0:
-            raise ValueError(f"tau: got {tau}, expected a probability of at least 0 (above 1 rejects everything)")
+            raise ValueError(f"tau: got {tau}, expected a probability of at least 0 (above 1 rejects everything).")
         for name, value, least in (("radius", radius, 0), ("k", k, 1), ("window", window, 1)):
             if value is not None and value < least:
-                raise ValueError(f"{name}: got {value}, expected a number of at least {least}")
+                raise ValueError(f"{name}: got {value}, expected a number of at least {least}.")
         self.tau, self.radius, self.k, self.window = tau, radius, k, window
         self.codes = 0  # size of the codebook; larger ids are grammar
         self.near_Vk: Tensor | None = None
@@ -64,9 +64,7 @@ class Local(Acceptance[Gumbel]):
         return Gumbel(generators, width)
 
     def within_tolerance(self, p_BNV: Tensor, x_BN: Tensor) -> Tensor:
-        """Return whether codes x are accepted under the distributions of their positions, (B, N); false for grammar
-        ids.
-        """
+        """Return whether codes x are accepted under the distributions at their positions, (B, N) bool."""
         assert self.near_Vk is not None  # of `bind`
         pooled_BN = p_BNV.gather(2, self.near_Vk[x_BN]).sum(-1)
         return (pooled_BN >= self.tau) & (x_BN < self.codes)

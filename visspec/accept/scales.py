@@ -49,8 +49,10 @@ class Scales(Acceptance[ScaleNoise]):
         codes_BNS = F.pad(codes_BNS, (0, size - codes_BNS.shape[-1]))
         same_BN = torch.zeros_like(distribution.count, dtype=torch.bool)
         if draft.tree.size > 1:
-            found = codes_BNS[:, :-1, : distribution.logits.shape[2]]
-            same_BN[:, :-1] = (child_maps(draft, distribution) == found).all(dim=-1) & (distribution.count[:, :-1] > 0)
+            drafted = codes_BNS[:, :-1, : distribution.logits.shape[2]]
+            same_BN[:, :-1] = (child_maps(draft, distribution) == drafted).all(dim=-1) & (
+                distribution.count[:, :-1] > 0
+            )
             if draft.real is not None:
                 same_BN[:, :-1] &= draft.real[:, 1:]
         return accepted_path(draft, codes_BNS.flatten(0, 1), same_BN.flatten())
@@ -81,9 +83,7 @@ class Repaired(Scales):
 
 
 def repair_codes(drafted: Tensor, p: Tensor, q: Tensor, uniform: Tensor, fresh: Tensor) -> Tensor:
-    """Draw from distributions p (..., V) so that the results equal codes (...) drawn from q as often as possible.
-    `uniform` and `fresh` (...) are numbers in [0, 1).
-    """
+    """Draw from p (..., V) so that results equal codes (...) drawn from q most often; uniforms (...) in [0, 1)."""
     at = drafted[..., None]
     kept = uniform * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0]
     return torch.where(kept, drafted, draw(residual(p, q), fresh))

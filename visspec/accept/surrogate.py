@@ -42,7 +42,7 @@ class Surrogate(Acceptance[Normals]):
 
     def __init__(self, tries: int = 32):
         if tries < 1:
-            raise ValueError(f"tries: got {tries}, expected at least 1")
+            raise ValueError(f"tries: got {tries}, expected at least 1.")
         self.tries = tries
         self.capabilities = Capabilities()
 
@@ -83,6 +83,6 @@ class Surrogate(Acceptance[Normals]):
 
     def verdict(self, draft: Draft, ends: Tensor, accepted: Tensor, drift: Tensor) -> Verdict:
         """Return the verdict for M = B N tested nodes, given their values and which of them are the drafted ones."""
-        found = accepted_path(draft, ends, accepted)
-        tested = torch.arange(draft.tree.size, device=ends.device) < found.length[:, None]
-        return replace(found, drift=(drift.float().view(tested.shape) * tested).sum(dim=1))
+        path = accepted_path(draft, ends, accepted)
+        tested = torch.arange(draft.tree.size, device=ends.device) < path.length[:, None]
+        return replace(path, drift=(drift.float().view(tested.shape) * tested).sum(dim=1))

@@ -93,9 +93,9 @@ def accelerate(
             " result of a transformers class's `from_pretrained`."
         )
     if preset is not None:
-        found = registry.preset(preset, "text", cast(ConfiguredModel, model))
-        drafter, levels = found.drafter if drafter == "auto" else drafter, levels or found.levels
-        acceptance = found.acceptance if acceptance == "exact" else acceptance
+        method = registry.preset(preset, "text", cast(ConfiguredModel, model))
+        drafter, levels = method.drafter if drafter == "auto" else drafter, levels or method.levels
+        acceptance = method.acceptance if acceptance == "exact" else acceptance
     length = "fixed" if length is None and not adaptive else length
     if torch.cuda.is_available() and getattr(model, "device", None) == torch.device("cpu"):
         logger.warning("The model is on the CPU, and this machine has a GPU. Call model.to('cuda') first to use it.")
@@ -182,7 +182,7 @@ class Accelerated:
         settings = saving.read(folder, options)
         strange = [name for name in ("parts", "order") if settings.pop(name, None)]
         if strange:
-            raise ValueError(f"checkpoint: {where} is a pipeline with {strange[0]}, expected an accelerated model")
+            raise ValueError(f"checkpoint: {where} is a pipeline with {strange[0]}, expected an accelerated model.")
         model, words = load_saved(folder, device=device, dtype=dtype, trust_remote_code=remote)
         return accelerate(model, **{"tokenizer": words, **settings})
 
@@ -250,7 +250,6 @@ class Accelerated:
         return self.setup.length_policy
 
     def _fits(self) -> tuple:
-        """Return the key of a setup: dtype, device and attention of the model and of a small model used as drafter."""
         models = (m for m in (self.model, self._options.drafter) if isinstance(m, nn.Module))
         return tuple((m.dtype, m.device, implementation(getattr(m, "config", None))) for m in models)
 
@@ -288,13 +287,13 @@ class Accelerated:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # special methods are not forwarded to the model
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        found = getattr(self.model, name)
-        if getattr(found, "__self__", None) is not self.model:
-            return found
+        attribute = getattr(self.model, name)
+        if getattr(attribute, "__self__", None) is not self.model:
+            return attribute
 
-        @wraps(found)
+        @wraps(attribute)
         def call(*args, **kwargs):
-            result = found(*args, **kwargs)
+            result = attribute(*args, **kwargs)
             return self if result is self.model else result
 
         return call
@@ -396,14 +395,14 @@ class _Run:
         setup = self.setup
         target = setup.target
         if model is not target.model:
-            raise ValueError(f"model: got a call of {type(model).__name__}, expected {type(target.model).__name__}")
+            raise ValueError(f"model: got a call of {type(model).__name__}, expected {type(target.model).__name__}.")
         request = requests.build(input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs)
         request.media, request.copies = self.media, generation_config.num_return_sequences or 1
         if not request.sampling.greedy:
             if target.widths is not None and len(input_ids) > 1 and not setup.rule.traits.keeps_tokens:
                 raise ValueError(
                     f"batch_invariant: got {len(input_ids)} rows for the rule {type(setup.rule).__name__}, whose tokens"
-                    " depend on drafts, expected one row a call, or stream()"
+                    " depend on drafts, expected one row a call, or stream()."
                 )
             request.generators = requests.generators(self.generator, self.seed, input_ids)
         if self.streamer is not None:
@@ -417,9 +416,7 @@ class _Run:
 
 
 class Speculative:
-    """The `custom_generate` hook of `speculative`. transformers drops `streamer` and `tokenizer` for hooks. Pass
-    `tok_streamer`, `generator` or `seed` to `generate` instead.
-    """
+    """The hook of `speculative`. Pass `tok_streamer`, since transformers drops `streamer` for hooks."""
 
     def __init__(self, drafter, options: dict[str, Any]):
         self.drafter, self.options = drafter, options
@@ -445,9 +442,9 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
     repeated text (`models.lookup.merged`); else "context", which needs no training.
     """
     folder = getattr(model, "name_or_path", None)
-    found: DrafterSpec
+    spec: DrafterSpec
     trained: str | Path | None
-    if found := saving.drafter_of(folder) if folder else None:
+    if spec := saving.drafter_of(folder) if folder else None:
         trained, why = None, NAMED
     elif trained := registry.own_drafter(cast(ConfiguredModel, model)):
         why = "it is in the model's folder"
@@ -456,18 +453,18 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
     elif trained := registry.included_drafter(model):
         why = "it is made for the model"
     else:
-        found, table = "context", registry.included_drafter(model, "context")
+        spec, table = "context", registry.included_drafter(model, "context")
         why = "its table is made for the model" if table else "nothing was made for the model"
     if trained:
-        found = registry.joined(trained, {"copies": True})
-    logger.info("drafter: %s, because %s", found, why)
-    return found, why
+        spec = registry.joined(trained, {"copies": True})
+    logger.info("drafter: %s, because %s", spec, why)
+    return spec, why
 
 
 def check_eager(batch_invariant: bool, compile: bool, graphs: bool | None) -> None:
     """Raise ValueError for options that exclude each other."""
     if batch_invariant and (compile or graphs):
-        raise ValueError(f"batch_invariant: got {'compile' if compile else 'graphs'}=True, expected eager passes")
+        raise ValueError(f"batch_invariant: got {'compile' if compile else 'graphs'}=True, expected eager passes.")
 
 
 def own_rule(acceptance: str | Acceptance) -> Any:

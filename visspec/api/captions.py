@@ -75,7 +75,7 @@ def chat_text(processor, messages: Sequence[dict[str, Any]]) -> str:
         try:
             return processor.apply_chat_template(messages, **options)
         except Exception as error:  # a checkpoint's template may raise anything
-            raise ValueError(f"chat_template: the processor's template failed ({first_line(error)})") from error
+            raise ValueError(f"chat_template: the processor's template failed ({first_line(error)}).") from error
     marks = {kind: getattr(processor, f"{kind}_token", f"<{kind}>") for kind in ("image", "video")}
     return " ".join(marks.get(p["type"]) or p["text"] for m in messages for p in m["content"])
 
@@ -114,7 +114,7 @@ def process_chats(
     images = [[one for one in own if not isinstance(one, Clip)] for own in media]
     clips = [one for own in media for one in own if isinstance(one, Clip)]
     if clips and getattr(processor, "video_processor", None) is None:
-        raise ValueError(f"video: got a clip, expected an image: {type(processor).__name__} reads no videos")
+        raise ValueError(f"video: got a clip, expected an image: {type(processor).__name__} reads no videos.")
     names = ("image_token", "boi_token", "video_token")
     marks = {m for name in names if isinstance(m := getattr(processor, name, None), str)}
     for chat, own in zip(chats, media):
@@ -122,7 +122,7 @@ def process_chats(
         for text, mark in itertools.product(texts, marks):
             if mark in text:
                 count, given = text.count(mark) + len(own), f"{len(own)} image{'s' * (len(own) != 1)}"
-                raise ValueError(f"prompt: got {text!r} with {count} {mark} for {given}, expected none in it")
+                raise ValueError(f"prompt: got {text!r} with {count} {mark} for {given}, expected none in it.")
     options: dict[str, Any] = {"images": images} if any(images) else {}
     if clips:
         options |= {"videos": [clip.frames for clip in clips], "video_metadata": [clip.metadata for clip in clips]}
@@ -138,7 +138,7 @@ def tokenizer_of(processor) -> Any:
 
 def _process_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str], media: Sequence[Sequence]) -> dict[str, Any]:
     if any(media):
-        raise ValueError("image: got one, expected text alone: this model generates text and sees no pictures")
+        raise ValueError("image: got one, expected text alone: this model generates text and sees no pictures.")
     if tokenizer.pad_token is None:  # padding is masked, so any token will do
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     special = not tokenizer.chat_template
@@ -248,7 +248,7 @@ class Captions(AbstractContextManager):
                 inputs = process_batch(self.processor, [image], [bare.prompt or ""])
             length, new = inputs["input_ids"].shape[1], self.generate.get("max_new_tokens") or 0
             if self.context is not None and length + new > self.context:
-                raise ValueError(f"{record.id}: {length} + {new} tokens exceed {self.context}, the model's context")
+                raise ValueError(f"{record.id}: {length} + {new} tokens exceed {self.context}, the model's context.")
             if self.fast.model.device.type == "cuda":
                 inputs = {k: v.pin_memory() for k, v in inputs.items()}
             return bare, inputs
@@ -266,9 +266,9 @@ class Captions(AbstractContextManager):
     def _caption(self, answer: Answer) -> Caption:
         record, error = answer.id, answer.error
         if error is not None:
-            said = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
-            said = said if said.startswith(record.id) else f"{record.id}: {said}"
-            return Caption(record, error=said)
+            message = str(error) if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: {error}"
+            message = message if message.startswith(record.id) else f"{record.id}: {message}"
+            return Caption(record, error=message)
         tokenizer = self.processor.tokenizer
         return Caption(
             record,

@@ -123,13 +123,13 @@ class ChatBody(Body):
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of `generate`. If no temperature is given, other settings are added to the model's own."""
-        found: dict[str, Any] = {} if self.seed is None else {"seed": self.seed}
+        options: dict[str, Any] = {} if self.seed is None else {"seed": self.seed}
         if self.temperature != 0:  # greedy decoding has nothing to cut
             cuts = {"top_p": self.top_p, "top_k": self.top_k}
-            found |= {name: value for name, value in cuts.items() if value is not None}
+            options |= {name: value for name, value in cuts.items() if value is not None}
         if self.temperature:
-            found = {"temperature": float(self.temperature), "top_p": 1.0, "top_k": 0} | found
-        return found if self.temperature is None else found | {"do_sample": self.temperature > 0}
+            options = {"temperature": float(self.temperature), "top_p": 1.0, "top_k": 0} | options
+        return options if self.temperature is None else options | {"do_sample": self.temperature > 0}
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
@@ -141,22 +141,20 @@ class ChatBody(Body):
     @property
     def chat(self) -> list[dict[str, Any]]:
         """The messages in the form of chat templates, without images."""
-        found = []
+        messages = []
         for message in self.messages:
             parts = [p.model_dump() if isinstance(p, TextPart) else {"type": "image"} for p in message.content]
-            found.append({"role": message.role.replace("developer", "system"), "content": parts})
-        return found
+            messages.append({"role": message.role.replace("developer", "system"), "content": parts})
+        return messages
 
     def images(self, max_pixels: int) -> list[Image]:
-        """Decode the images. Raises RequestError before decoding if they have more than `max_pixels` pixels in
-        total.
-        """
+        """Decode the images. Raises RequestError if they have more than `max_pixels` pixels in total."""
         parts = [part for message in self.messages for part in message.content]
         try:
             files = [image_bytes(part.image_url.url) for part in parts if isinstance(part, ImagePart)]
             pixels = sum(math.prod(image_size(data, "an image", max_pixels)) for data in files)
             if pixels > max_pixels:
-                raise ValueError(f"the images have {pixels} pixels in total, more than {max_pixels}")
+                raise ValueError(f"the images have {pixels} pixels in total, more than {max_pixels}.")
             return [read_image(data, "an image", max_pixels) for data in files]
         except ValueError as error:
             raise RequestError(f"messages: {error}", param="messages") from None
@@ -179,16 +177,16 @@ def refusal(error: dict[str, Any]) -> RequestError:
     at, unknown = error["loc"], error["type"] == "extra_forbidden"
     path = [part for part, before in zip(at[1:], at) if part != before and error["type"] != "json_invalid"]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:] or "body"
-    said = "this server does not support this argument" if unknown else error["msg"]
-    return RequestError(f"{name}: {said}", param=name, code="unknown_parameter" if unknown else None)
+    message = "this server does not support this argument" if unknown else error["msg"]
+    return RequestError(f"{name}: {message}", param=name, code="unknown_parameter" if unknown else None)
 
 
 def image_bytes(url: str) -> bytes:
     """Decode a data URL. Raises ValueError for other URLs."""
     if (head := DATA_URL.match(url)) is None:
-        form = "a data URL of a PNG, JPEG or WEBP (data:image/png;base64,...), this server fetches nothing"
-        raise ValueError(f"got {url[:40]!r} for an image, send {form}")
+        form = "a data URL of a PNG, JPEG or WEBP (data:image/png;base64,...). This server fetches nothing"
+        raise ValueError(f"got {url[:40]!r} for an image, send {form}.")
     try:
         return base64.b64decode(url[head.end() :], validate=True)
     except binascii.Error as error:
-        raise ValueError(f"the base64 of an image cannot be read ({error})") from None
+        raise ValueError(f"the base64 of an image cannot be read ({error}).") from None

@@ -73,16 +73,8 @@ class Conversation(NamedTuple):
 
 
 def conversation_of(entry: object, folder: Path, ignore: Collection[str] = (), prompt: str = PROMPT) -> Conversation:
-    """Parse a record.
-
-    Args:
-        entry: The record.
-        folder: Where relative paths start.
-        ignore: Further fields to ignore.
-        prompt: The prompt of records that have none.
-
-    Raises:
-        ValueError: If it is not a record, or a field is neither empty nor used.
+    """Parse a record. Relative paths start at `folder`, and fields in `ignore` are ignored. `prompt` is used if it has
+    none. Raises ValueError if it is not a record, or another field is neither empty nor used.
     """
     if not isinstance(entry, Mapping):
         raise ValueError(f"got {type(entry).__name__}, expected an object with image (and prompt)")
@@ -94,13 +86,12 @@ def conversation_of(entry: object, folder: Path, ignore: Collection[str] = (), p
     media = {kind: _listed(fields, names) for kind, names in (("image", IMAGES), ("video", VIDEOS))}
     if given is None and not any(media.values()):
         raise ValueError(f"got no image, expected an object with image, or one of {', '.join(TURNS)}")
-    messages, found = _parsed(_turns({"prompt": prompt} | fields, given or "prompt"), media, folder)
+    messages, files = _parsed(_turns({"prompt": prompt} | fields, given or "prompt"), media, folder)
     _check_order(messages)
-    return Conversation(messages, found)
+    return Conversation(messages, files)
 
 
 def _one_of(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """Return which of several names a record uses."""
     given = [name for name in names if name in fields]
     if len(given) > 1:
         raise ValueError(f"got {given[0]} and {given[1]}, expected one of the two")
@@ -108,14 +99,12 @@ def _one_of(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
 
 
 def _listed(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
-    """Return the pictures or videos of a record, by any of these names."""
     name = _one_of(fields, names)
     value = [] if name is None else fields[name]
     return value if isinstance(value, list) else [value]
 
 
 def _turns(fields: Mapping[str, Any], name: str) -> list[tuple[str, Json]]:
-    """Return (role, content) of all turns."""
     if name in ("prompt", "turns"):
         prompt = fields[name]
         if name == "turns":
@@ -124,8 +113,8 @@ def _turns(fields: Mapping[str, Any], name: str) -> list[tuple[str, Json]]:
                     f"turns: got {_short(prompt)}, expected one text, since there are no answers between turns"
                 )
             (prompt,) = prompt
-        found = [("user", prompt)]
-        found += [("assistant", fields["answer"])] if "answer" in fields else []
+        pairs = [("user", prompt)]
+        pairs += [("assistant", fields["answer"])] if "answer" in fields else []
     else:
         role, content = ("from", "value") if name == "conversations" else ("role", "content")
         turns = fields[name]
@@ -138,8 +127,8 @@ def _turns(fields: Mapping[str, Any], name: str) -> list[tuple[str, Json]]:
                 raise ValueError(f"{name}: got {strange[0]} in a turn, expected {role} and {content} alone")
             if turn.get(role) not in ROLES:
                 raise ValueError(f"{name}: got {role} {_short(turn.get(role))}, expected one of {', '.join(ROLES)}")
-        found = [(ROLES[turn[role]], turn.get(content)) for turn in turns]
-    return [("system", fields["system"]), *found] if "system" in fields else found
+        pairs = [(ROLES[turn[role]], turn.get(content)) for turn in turns]
+    return [("system", fields["system"]), *pairs] if "system" in fields else pairs
 
 
 def _parsed(
@@ -151,7 +140,7 @@ def _parsed(
     alone = "video" if media["video"] and not media["image"] else "image"
     waiting = {kind: iter(values) for kind, values in media.items()}
     messages: list[Message] = []
-    found: list[Media] = []
+    sources: list[Media] = []
     marks = 0
     for role, content in turns:
         parts: list[dict[str, str]] = []
@@ -164,16 +153,16 @@ def _parsed(
             if value is None:
                 raise ValueError(f"got more marks of {kind}s than the {len(media[kind])} of the record")
             parts.append({"type": kind})
-            found.append(_media(value, folder, kind))
+            sources.append(_media(value, folder, kind))
         messages.append({"role": role, "content": parts})
     left = [(kind, value) for kind, values in waiting.items() for value in values]
-    if left and (marks or found):
+    if left and (marks or sources):
         raise ValueError(f"got {len(left)} {left[0][0]}s without a mark, expected <{left[0][0]}> where each stands")
     if left:
         first = next((m for m in messages if m["role"] == "user"), messages[0])
         first["content"] = [{"type": kind} for kind, _ in left] + first["content"]
-        found = [_media(value, folder, kind) for kind, value in left]
-    return messages, found
+        sources = [_media(value, folder, kind) for kind, value in left]
+    return messages, sources
 
 
 def _parts(role: str, content: Json) -> Iterator[tuple[str, Any]]:
@@ -194,7 +183,6 @@ def _parts(role: str, content: Json) -> Iterator[tuple[str, Any]]:
 
 
 def _media(value: object, folder: Path, kind: str) -> Media:
-    """Return a picture or video as a path, the bytes of a file, or their location."""
     if isinstance(value, Mapping):  # data sets store images as bytes, or else a path
         value = value.get("bytes") or value.get("path")
     if isinstance(value, ArchiveMember) or (isinstance(value, bytes) and value and kind == "image"):

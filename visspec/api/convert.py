@@ -69,10 +69,10 @@ def convert(
             convert_drafter(Path(weights), made)
         elif layout == "safetensors":
             if safetensors_of(Path(weights), made) == Path(weights):
-                raise ValueError(f"weights: {weights} holds no pickled weights, expected {', '.join(PICKLED)}")
+                raise ValueError(f"weights: {weights} holds no pickled weights, expected {', '.join(PICKLED)}.")
         elif layout == "anole":
             if vq is None:
-                raise ValueError("vq: got none, expected the published codec of Anole, vqgan.ckpt")
+                raise ValueError("vq: got none, expected the published codec of Anole, vqgan.ckpt.")
             write_with_codec(hub.resolve_folder(weights), safetensors_of(Path(vq), Path(spare, "vq")), made)
         else:
             model, processor = _load(layout, Path(weights), vq, text, Path(spare), options)
@@ -105,7 +105,7 @@ def convert_drafter(folder: Path, out: Path) -> None:
     """Write a published drafter of image codes as safetensors. Raises ValueError for any other folder."""
     folder = hub.resolve_folder(folder)
     if not folder.is_dir():
-        raise ValueError(f"drafter: got {folder}, expected the folder of a published drafter, with config.json")
+        raise ValueError(f"drafter: got {folder}, expected the folder of a published drafter, with config.json.")
     shutil.copytree(safetensors_of(folder, out.parent / "drafter-weights"), out)
     known = registry.table("drafter").values()
     data = read_json(check_folder(out), "config.json")
@@ -117,10 +117,9 @@ def convert_drafter(folder: Path, out: Path) -> None:
 def _load(
     layout: str, weights: Path, vq: str | Path | None, text: str | None, spare: Path, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Load (model, processor) from published files."""
     entry = registry.find("layout", layout)
     if vq is None:
-        raise ValueError(f"vq: got none, expected the published codec of {layout} ({entry.what})")
+        raise ValueError(f"vq: got none, expected the published codec of {layout} ({entry.what}).")
     read = entry.load()
     given = {name: value for name, value in options.items() if value is not None}
     if strange := sorted(given.keys() - signature(read).parameters.keys()):
@@ -142,20 +141,18 @@ def _load(
 
 def _encoder(text: str | None, width: int, layout: str) -> T5Features:
     if text is None:
-        raise ValueError(f"text: got none, expected the text encoder that {layout} was trained with (--text {TEXT})")
+        raise ValueError(f"text: got none, expected the text encoder that {layout} was trained with (--text {TEXT}).")
     try:
         features = T5Features.from_pretrained(text)
     except (OSError, ValueError) as error:
         raise ValueError(f"text: {text} could not be loaded as a text encoder, {first_line(error)}") from None
-    if (found := features.encoder.config.hidden_size) != width:
-        raise ValueError(f"text: {text} has {found} features, expected {width} as in {TEXT}.")
+    if (size := features.encoder.config.hidden_size) != width:
+        raise ValueError(f"text: {text} has {size} features, expected {width} as in {TEXT}.")
     return features
 
 
 def safetensors_of(path: Path, spare: Path) -> Path:
-    """Return the path, or for pickles a conversion of them in the new folder `spare`, with the JSON files next to them.
-    Raises ValueError if the path does not exist.
-    """
+    """Return the path, or for pickles a conversion in the new folder `spare`. Raises ValueError if it is missing."""
     if not path.exists():
         raise ValueError(f"convert: {path} does not exist, expected a published file or folder.")
     files = [path] if path.is_file() else [*path.iterdir()]

@@ -121,17 +121,9 @@ def run(
     repeated: Callable[[str], None] = print,
     **pool: Any,
 ) -> Iterator[Any]:
-    """Yield the results of all records that are not done, as they finish.
-
-    Args:
-        read: Yields the records; called in a task.
-        make: Called in every actor; returns the function that makes results of records.
-        done: Ids of finished records.
-        repeated: Called with each repeated id.
-        pool: Further fields of `Job`.
-
-    Raises:
-        ValueError: With the message of an actor's exception.
+    """Yield the results of all records that are not done, as they finish. `read` yields the records, in a task. `make`
+    is called in every actor and returns the function that makes results. `repeated` is called with each repeated id.
+    `pool` are further fields of `Job`. Raises ValueError with the message of an actor's exception.
     """
     need("pyarrow", "--ray", EXTRA)
     ray, job = need("ray", "--ray", EXTRA), Job(read, make, done, str(Path.cwd()), **pool)
@@ -165,7 +157,7 @@ def start(job: Job) -> None:
     for what, each in (("CPU", job.threads), ("GPU", job.gpus)):
         if job.workers * each > has.get(what, 0):
             needed = f"{job.workers} workers need {each:g} {what} each"
-            raise ValueError(f"workers: {needed}, but Ray has {has.get(what, 0):g}")
+            raise ValueError(f"workers: {needed}, but Ray has {has.get(what, 0):g}.")
 
 
 def results(job: Job) -> Iterator[tuple[list[Any], list[str]]]:
@@ -194,11 +186,11 @@ def results(job: Job) -> Iterator[tuple[list[Any], list[str]]]:
 
 def error_text(error: BaseException) -> str:
     """Return what went wrong in an actor, in one sentence."""
-    found = [error]
-    for one in found:  # grows
+    chain = [error]
+    for one in chain:  # grows
         inner = (getattr(one, "cause", None), one.__cause__, *one.args)
-        found += [other for other in inner if isinstance(other, BaseException) and other not in found]
-    own = next((one for one in found if isinstance(one, (ValueError, OSError)) and str(one)), None)
+        chain += [other for other in inner if isinstance(other, BaseException) and other not in chain]
+    own = next((one for one in chain if isinstance(one, (ValueError, OSError)) and str(one)), None)
     if own is not None:
         return str(getattr(own, "cause", own))  # Ray wraps the error in a class that prints its own traceback
     lines = str(error).strip().splitlines() or [""]

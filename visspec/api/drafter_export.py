@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
@@ -14,9 +14,6 @@ from visspec.api import loading
 from visspec.io.checkpoint import CONFIG, read_json
 from visspec.models.drafting.checkpoint import PROVENANCE
 from visspec.train.loop import Trainer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 CARD = """---
 library_name: visspec
@@ -53,23 +50,14 @@ def say(text: str) -> None:
 def finish(
     trainer: Trainer,
     history: list[dict],
-    model: PreTrainedModel,
     held: int,
-    form: str | None = None,
     use: str = USE,
     chosen: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the drafter's card, README.md, next to its weights, and export it if a `form` is given. Runs in the first
-    process.
+    """Write the drafter's card, README.md, next to its weights. Runs in the first process.
 
-    Args:
-        trainer: The finished trainer.
-        history: Its validations.
-        model: The target.
-        held: Number of held-out items.
-        form: Name of the export's form, and of its folder.
-        use: Code of the card.
-        chosen: The structure of drafts and its figures.
+    `history` are the validations, `held` is the number of held-out items, `use` the code of the card, and `chosen` the
+    structure of drafts with its figures.
     """
     if trainer.workers.rank:
         return
@@ -92,8 +80,6 @@ def finish(
     }
     known |= {"visspec": record["visspec"], "git": record["git"] or "unknown", "date": record["date"]}
     (folder / "README.md").write_text(CARD.format(**known), encoding="utf-8")
-    if form is not None:
-        registry.drafter(str(folder), model)[0].export(folder / form, form, record["target"])
     say(f"The drafter is in {folder}. Its README.md explains how to use it (--drafter {folder}).")
 
 
@@ -121,6 +107,5 @@ def export(folder: str | Path, form: str, out: str | Path, target: str | None = 
         raise ValueError(f"target: got none, and {folder} does not name one. Pass the model that it was trained for.")
     model, _ = loading.load(name, **hardware)
     drafter, _ = registry.drafter(folder, model)
-    drafter.check_form(form)
     drafter.export(out, form, name)
     return name

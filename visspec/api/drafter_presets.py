@@ -21,8 +21,8 @@ def frequent(target, prompts: Callable[[int], Request], count: int, batches: int
     """Return the `count` most frequent ids of answers to the first batches, ascending (FR-Spec, VocabTrim)."""
     counts = torch.zeros(target.capabilities.vocab, dtype=torch.long)
     for number in range(batches):
-        lesson = capture(target, Exact(), prompts(number))
-        for ids, length in zip(lesson.ids[:, lesson.prompt_length :], lesson.lengths):
+        batch = capture(target, Exact(), prompts(number))
+        for ids, length in zip(batch.ids[:, batch.prompt_length :], batch.lengths):
             counts += torch.bincount(ids[:length].cpu(), minlength=len(counts))
     return counts.sort(descending=True, stable=True).indices[:count].sort().values
 
@@ -49,9 +49,9 @@ def focused_state(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
 
 def of_preset(name: str | None, model, options: dict[str, Any]) -> tuple[dict[str, Any], Recipe]:
     """Return the preset, and the fields of its network for a model with the user's changes."""
-    found = registry.recipe(name)
+    recipe = registry.recipe(name)
     text = model.config.get_text_config()
-    network, depth = {"structure": found.draft, **found.network, **options}, text.num_hidden_layers
+    network, depth = {"structure": recipe.draft, **recipe.network, **options}, text.num_hidden_layers
     if "layers" in network and "layers" not in options:
         network["layers"] = min(network["layers"], max(depth // 4, 1))
     for name in {"markov", "selector"} & {*network}:
@@ -65,7 +65,7 @@ def of_preset(name: str | None, model, options: dict[str, Any]) -> tuple[dict[st
         network["feature_layers"] = tuple(sorted({low, max(depth // 2, low), max(depth - 3, low)}))
         network["kv_heads"] = text.num_key_value_heads
         network["head_size"] = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return network, found
+    return network, recipe
 
 
 def check_preset(name: str | None, asked: dict[str, Any], recipe: Recipe) -> None:
@@ -73,4 +73,4 @@ def check_preset(name: str | None, asked: dict[str, Any], recipe: Recipe) -> Non
     known = {*recipe.network, "intermediate", "structure", *(("draft_vocab",) if recipe.kind == "eagle" else ())}
     if strange := sorted(set(asked) - known):
         where = f"with the preset {name!r}" if name else "without a preset"
-        raise ValueError(f"{strange[0]}: got {asked[strange[0]]} {where}, which has no such value, expected none")
+        raise ValueError(f"{strange[0]}: got {asked[strange[0]]} {where}, which has no such value, expected none.")

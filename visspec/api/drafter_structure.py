@@ -49,19 +49,11 @@ def taus(model: PreTrainedModel, drafter: Drafter, held_out: HeldOut) -> dict[st
 def choose(
     model: PreTrainedModel, folder: Path, prompts: Sequence[Callable[..., Request]], held_out: HeldOut
 ) -> dict[str, Any]:
-    """Measure structures of a saved drafter, and store the fastest one in its folder.
+    """Measure structures of a saved drafter, store the fastest one in its folder, and print and return its figures.
 
     They answer the same prompts in turns, with the default draft-length policy. A tree must be faster than the chain by
-    more than the 95 % interval over prompts.
-
-    Args:
-        model: The target.
-        folder: The drafter.
-        prompts: Requests of one row, by number and temperature.
-        held_out: Requests for `taus`.
-
-    Returns:
-        The structure, its speed relative to plain decoding, and `taus` of the loaded folder; these are also printed.
+    more than the 95 % interval over prompts. `prompts` are requests of one row, by number and temperature; `held_out`
+    are requests for `taus`.
     """
     say(f"Comparing structures of drafts on {len(prompts) - 1} held-out prompts.")
     config = read_json(folder, CONFIG)
@@ -76,12 +68,12 @@ def choose(
             seconds, state = seconds_of(answer, waiter(model.device))
             if number:
                 runs[name].append(paired.ArmRun.of_trace(seconds, state.tokens, state.trace, 0.0))
-    found = {name: {"structure": name} | paired.over("speedup", runs[""], runs[name]) for name in names}
+    rows = {name: {"structure": name} | paired.over("speedup", runs[""], runs[name]) for name in names}
     for name in names:
-        print(json.dumps(found[name] | {"tau_adaptive": paired.tau(runs[name])["tau"]}))
+        print(json.dumps(rows[name] | {"tau_adaptive": paired.tau(runs[name])["tau"]}))
     faster = [name for name in names if paired.compare(runs[CHAIN], runs[name])["speedup_ci95"][0] > 1]
-    best = max(faster, key=lambda name: found[name]["speedup"], default=CHAIN)
+    best = max(faster, key=lambda name: rows[name]["speedup"], default=CHAIN)
     write_json(folder / CONFIG, config | {"structure": registry.parse(f":{best}")[1]})
-    chosen = found[best] | taus(model, registry.drafter(folder.resolve(), model)[0], held_out)
+    chosen = rows[best] | taus(model, registry.drafter(folder.resolve(), model)[0], held_out)
     print(json.dumps(chosen))
     return chosen

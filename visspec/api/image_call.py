@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from visspec.api import requests
-from visspec.api.inpainting import InpaintingStart, Pictures
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import COLOURS, Stats
 from visspec.models.image_codes.families import prompt_of
@@ -27,7 +26,7 @@ from visspec.types import Acceptance, Order, Processor, Sampling, State, Trace
 if TYPE_CHECKING:
     from visspec.api.images import ImagePipeline
 
-ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected, given
+ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
 TENSORS = ("latents", "tokens")  # tensors that a callback may request
 
@@ -38,8 +37,8 @@ class ImageOutput:
 
     The type of `images` depends on `output_type`. For a call, "np" is one array (B, H, W, 3) and "pt" one tensor (B, 3,
     H, W), as in diffusers; `stream` yields lists. `maps` are (rows, columns) uint8 arrays with indices into ORIGINS.
-    `passes` (rows, columns) int32 has the target pass that produced each token (0 is the prefill, and known codes). For
-    images drawn scale by scale, both are (1, scales) and the latents are the codes of all scales, (T,).
+    `passes` (rows, columns) int32 has the target pass that produced each token (0 is the prefill). For images drawn
+    scale by scale, both are (1, scales) and the latents are the codes of all scales, (T,).
     """
 
     images: list[Any] = field(default_factory=list)
@@ -65,8 +64,6 @@ class ImageRequest:
     """Arguments of `ImagePipeline.__call__`. Raises ValueError for arguments that no model supports."""
 
     prompt: str | Sequence[str]
-    image: Pictures | None = None
-    mask_image: Pictures | None = None
     _: KW_ONLY
     negative_prompt: str | Sequence[str] | None = None
     num_images_per_prompt: int = 1
@@ -89,20 +86,20 @@ class ImageRequest:
 
     def __post_init__(self) -> None:
         if not self.texts:
-            raise ValueError(f"prompt: got {self.prompt!r}, expected a text or a list of texts")
+            raise ValueError(f"prompt: got {self.prompt!r}, expected a text or a list of texts.")
         if odd := [text for text in self.texts if text.encode(errors="replace").decode() != text]:
-            raise ValueError(f"prompt: got {odd[0]!r}, expected a text that UTF-8 can encode")  # tokenizers: TypeError
+            raise ValueError(f"prompt: got {odd[0]!r}, expected a text that UTF-8 can encode.")  # tokenizers: TypeError
         for name in ("num_images_per_prompt", "batch_size"):
             if not isinstance(count := getattr(self, name), int) or count < 1:
-                raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1")
+                raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1.")
         if not set(self.callback_on_step_end_tensor_inputs) <= set(TENSORS):
             given = self.callback_on_step_end_tensor_inputs
-            raise ValueError(f"callback_on_step_end_tensor_inputs: got {given!r}, expected {', '.join(TENSORS)}")
+            raise ValueError(f"callback_on_step_end_tensor_inputs: got {given!r}, expected {', '.join(TENSORS)}.")
         if self.output_type not in OUTPUT_TYPES:
-            raise ValueError(f"output_type: got {self.output_type!r}, expected one of {', '.join(OUTPUT_TYPES)}")
+            raise ValueError(f"output_type: got {self.output_type!r}, expected one of {', '.join(OUTPUT_TYPES)}.")
         for name in ("height", "width"):
             if (side := getattr(self, name)) is not None and (not isinstance(side, int) or side < 1):
-                raise ValueError(f"{name}: got {side!r}, expected a whole number of pixels")
+                raise ValueError(f"{name}: got {side!r}, expected a whole number of pixels.")
 
     @property
     def texts(self) -> list[str]:
@@ -121,7 +118,6 @@ class ImageBatch:
     negatives: list[str] | None  # one for each text, "" for the model's unconditional prompt; None: all are the model's
     prompt: EncodedPrompt
     seeds: list[int]
-    picture: InpaintingStart | None = None  # picture to inpaint
 
 
 @dataclass(eq=False)
@@ -140,10 +136,7 @@ class ImageJob:
     @property
     def tokens(self) -> int:
         """Total number of tokens to generate."""
-        return sum(
-            len(one.texts) * self.layout.positions if one.picture is None else sum(one.picture.drawn)
-            for one in self.batches
-        )
+        return sum(len(one.texts) for one in self.batches) * self.layout.positions
 
 
 @dataclass
@@ -160,11 +153,11 @@ class ProgressCallback:
         self.state, before = state, self.tokens
         self.tokens = sum(map(len, state.tokens))
         self.bar.update(self.tokens - before)
-        asked = self.job.request
-        if asked.callback_on_step_end is not None:
-            tensors = tensors_so_far(state, self.job.layout, asked.callback_on_step_end_tensor_inputs)
+        request = self.job.request
+        if request.callback_on_step_end is not None:
+            tensors = tensors_so_far(state, self.job.layout, request.callback_on_step_end_tensor_inputs)
             handed = {"state": state, **tensors}
-            back = asked.callback_on_step_end(self.pipeline, len(state.trace.rounds), self.tokens, dict(handed)) or {}
+            back = request.callback_on_step_end(self.pipeline, len(state.trace.rounds), self.tokens, dict(handed)) or {}
             if changed := [name for name, value in back.items() if value is not handed.get(name)]:
                 raise ValueError(f"callback_on_step_end: The callback changed {changed[0]!r}, which is read-only.")
         if self.job.interrupt:
@@ -192,20 +185,18 @@ def pass_numbers(origin: list[str]) -> list[int]:
 def negatives_of(
     given: str | Sequence[str] | None, texts: list[str], guidance: float, family: Family
 ) -> list[str] | None:
-    """Return a negative prompt for each text; None for the model's own. Raises ValueError if it would have no
-    effect.
-    """
+    """Return a negative prompt for each text; None for the model's own. Raises ValueError if it has no effect."""
     if given is None:
         return None
-    found = [given] * len(texts) if isinstance(given, str) else list(given)
-    if len(found) != len(texts):
-        raise ValueError(f"negative_prompt: got {len(found)} texts, expected {len(texts)}, one for each prompt")
+    negatives = [given] * len(texts) if isinstance(given, str) else list(given)
+    if len(negatives) != len(texts):
+        raise ValueError(f"negative_prompt: got {len(negatives)} texts, expected {len(texts)}, one for each prompt.")
     why = "" if family.guided else f"{family.name} has no unconditional prompt"
-    why = why or ("it has no effect without guidance (guidance_scale 1)" if guidance == 1.0 else "")
-    worded = [text for text in found if text.strip()]
+    why = why or ("without guidance (guidance_scale 1) it has no effect" if guidance == 1.0 else "")
+    worded = [text for text in negatives if text.strip()]
     if why and worded:
         raise ValueError(f"negative_prompt: got {worded[0]!r}, expected None: {why}")
-    return None if why else found
+    return None if why else negatives
 
 
 def warn_of_words(processor: Processor | None, **texts: list[str]) -> None:
@@ -220,15 +211,15 @@ def encode_prompts(
     family: Family, texts: list[str], negatives: list[str] | None, layout: ImageLayout, guidance: float
 ) -> EncodedPrompt:
     """Encode prompts and negative prompts for the family. Raises ValueError as `family.check`."""
-    found = prompt_of(family, texts, guidance != 1.0, layout, negatives)
+    prompt = prompt_of(family, texts, guidance != 1.0, layout, negatives)
     try:
-        family.check(found, layout, guidance)
+        family.check(prompt, layout, guidance)
     except ValueError as error:
         if negatives is None:
             raise
         family.check(family.prompt(texts, guidance != 1.0, layout), layout, guidance)
         raise ValueError(f"negative_{error}") from None  # the prompts alone are valid
-    return found
+    return prompt
 
 
 def sampling_of(given: Mapping[str, Any], model: nn.Module, family: Family) -> Sampling:
@@ -258,5 +249,5 @@ def tensors_so_far(state: State, layout: ImageLayout, names: Sequence[str]) -> d
     none = float("nan") if rows[0].is_floating_point() else -1
     room = [row.new_full((layout.length - len(row), *row.shape[1:]), none) for row in rows]
     codes = layout.codes(torch.stack([torch.cat(pair) for pair in zip(rows, room)]))
-    found = {"tokens": codes, "latents": layout.latents(codes)}
-    return {name: found[name] for name in names}
+    tensors = {"tokens": codes, "latents": layout.latents(codes)}
+    return {name: tensors[name] for name in names}

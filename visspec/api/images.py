@@ -32,7 +32,6 @@ from visspec.api.image_call import (
     origin_map,
     pass_numbers,
 )
-from visspec.api.inpainting import picture_of
 from visspec.api.loading import load_diffusers, load_image_model
 from visspec.io import included
 from visspec.loop.draft_length import FixedLength
@@ -80,8 +79,8 @@ class ImagePipeline:
         preset: A published method (`visspec list presets`), or a file that `visspec tune` wrote. Other arguments take
             precedence.
         debug: As in `visspec.accelerate`.
-        batch_invariant: As in `visspec.accelerate`, in raster order. With vectors or relaxed rules, images are drawn
-            one at a time.
+        batch_invariant: As in `visspec.accelerate`, in raster order. With vectors, maps or relaxed rules, images are
+            drawn one at a time.
 
     Raises:
         ValueError: If the parts are incompatible.
@@ -118,12 +117,12 @@ class ImagePipeline:
         self._jobs: list[ImageJob] = []  # of running calls
         self._renew()
         if preset is not None:
-            found = registry.preset(preset, self.family.draws, model)
-            drafter = found.drafter if isinstance(drafter, EllipsisType) else drafter
-            acceptance, self.order = acceptance or found.acceptance, order or found.order
-            self.levels = levels or found.levels
-            if found.parts:
-                self.parts = found.parts | self.parts
+            published = registry.preset(preset, self.family.draws, model)
+            drafter = published.drafter if isinstance(drafter, EllipsisType) else drafter
+            acceptance, self.order = acceptance or published.acceptance, order or published.order
+            self.levels = levels or published.levels
+            if published.parts:
+                self.parts = published.parts | self.parts
                 self._renew()
         self.drafter: DrafterSpec = self.family.default_drafter if isinstance(drafter, EllipsisType) else drafter
         self.acceptance = acceptance if acceptance is not None else self.family.default_rule
@@ -171,9 +170,7 @@ class ImagePipeline:
 
     @property
     def interrupt(self) -> bool:
-        """Set this in a callback to end its call early with the finished images. Set in another thread, it ends all
-        running calls. It is reset when a call begins.
-        """
+        """Set this in a callback to end its call with the finished images, or elsewhere to end all running calls."""
         return any(job.interrupt for job in self._interruptible())
 
     @interrupt.setter
@@ -184,7 +181,6 @@ class ImagePipeline:
     _interrupt = interrupt  # name that diffusers callbacks use
 
     def _interruptible(self) -> list[ImageJob]:
-        """Return the latest call of the current thread, or all running calls if the thread runs none."""
         jobs = list(self._jobs)
         return [job for job in jobs if job.thread == threading.get_ident()][-1:] or jobs
 
@@ -214,7 +210,6 @@ class ImagePipeline:
                     part.to(*args, **kwargs)
 
     def _renew(self) -> None:
-        """Rebuild what depends on the weights: the family now, setups on demand."""
         with torch.inference_mode(False), torch.no_grad():
             self.family: Family = family_of(self.model, self.processor, **self.parts)
         self._made_of = (self.model.device, self.model.dtype)
@@ -223,7 +218,6 @@ class ImagePipeline:
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Keep weights, and everything built from them, on the right device and dtype during calls."""
         with self._lock:
             if self._home is not None and not self._inside:
                 self._move(self._home)
@@ -249,17 +243,11 @@ class ImagePipeline:
             if not self._inside:
                 self._move("cpu")
 
-    def __call__(
-        self, prompt, image=None, mask_image=None, *, return_dict: bool = True, **options: Any
-    ) -> ImageOutput | Any:
+    def __call__(self, prompt, *, return_dict: bool = True, **options: Any) -> ImageOutput | Any:
         """Generate images.
 
         Args:
             prompt: A text, or a list of texts.
-            image: Picture to inpaint, for any-order models: one for all prompts or one for each, as PIL images, arrays
-                (H, W, 3) or tensors (3, H, W) in [0, 1] of the model's size, or codes (rows, columns).
-            mask_image: Mask of one channel or none, white where the picture is drawn again. Other pixels and codes are
-                kept.
             return_dict: False returns a tuple, (images,).
             negative_prompt: What guidance leads away from: one text or one for each prompt. "" is the empty prompt,
                 None the model's own.
@@ -276,7 +264,7 @@ class ImagePipeline:
         Returns:
             The images. After a KeyboardInterrupt the finished ones are in `last_output`.
         """
-        out = self.draw(ImageRequest(prompt, image, mask_image, **options))
+        out = self.draw(ImageRequest(prompt, **options))
         return out if return_dict else (out.images,)
 
     def draw(self, request: ImageRequest) -> ImageOutput:
@@ -296,11 +284,13 @@ class ImagePipeline:
     def _parts(self, request: ImageRequest) -> Iterator[ImageOutput]:
         if request.preset is None:
             return self._drawn(request)
-        found = registry.preset(request.preset, self.family.draws, self.model)
+        preset = registry.preset(request.preset, self.family.draws, self.model)
         method: dict[str, Any] = {
-            name: value for name, value in found.method.items() if (own := getattr(request, name)) is None or own is ...
+            name: value
+            for name, value in preset.method.items()
+            if (own := getattr(request, name)) is None or own is ...
         }
-        return self.with_parts(found.parts)._drawn(replace(request, preset=None, **method))
+        return self.with_parts(preset.parts)._drawn(replace(request, preset=None, **method))
 
     @torch.inference_mode()
     def _drawn(self, request: ImageRequest) -> Iterator[ImageOutput]:
@@ -325,18 +315,16 @@ class ImagePipeline:
         return tqdm(total=total, unit="tok", **({"leave": False} | self._progress))
 
     def _job(self, request: ImageRequest) -> ImageJob:
-        """Check what depends on the model, before any pass, and encode prompts and pictures."""
         family, texts = self.family, request.texts
         sampling = self.sampling(request.guidance_scale, request.temperature, request.top_k, request.top_p)
         layout = family.layout(request.height, request.width)
         if family.no_pixels and request.output_type != "latent":
-            raise ValueError(f"output_type: got {request.output_type!r}, expected 'latent': {family.no_pixels}")
+            raise ValueError(f"output_type: got {request.output_type!r}, expected 'latent': {family.no_pixels}.")
         negatives = image_call.negatives_of(request.negative_prompt, texts, sampling.guidance, family)
         order = self.order if request.order is None else request.order
         drafter = self.drafter if request.drafter is ... else request.drafter
         setup = self.setup(drafter, self.acceptance if request.acceptance is None else request.acceptance, order)
-        by_itself = self.batch_invariant and not setup.rule.traits.keeps_tokens  # since drafts change what is drawn
-        size, each = 1 if by_itself else request.batch_size, request.each(texts)
+        size, each = 1 if self._by_itself(setup.rule) else request.batch_size, request.each(texts)
         parts = [slice(start, start + size) for start in range(0, len(each), size)]
         of_each = None if negatives is None else request.each(negatives)
         prompts = [
@@ -347,13 +335,15 @@ class ImagePipeline:
         seeds = requests.seeds(request.generator, request.seed, len(each), "an image")
         if isinstance(setup.order, VisitOrder):
             setup.order.places(*layout.grid)
-        copies = request.num_images_per_prompt
-        start = picture_of(request.image, request.mask_image, family, layout, len(texts), copies, self.device)
         batches = [
-            ImageBatch(each[part], of_each and of_each[part], prompt, seeds[part], start and start.of(part))
+            ImageBatch(each[part], of_each and of_each[part], prompt, seeds[part])
             for part, prompt in zip(parts, prompts)
         ]
         return ImageJob(request, sampling, layout, family, setup, batches)
+
+    def _by_itself(self, rule: Acceptance) -> bool:
+        """Whether images are drawn one at a time: where batches may differ, and drafts change what is drawn."""
+        return self.batch_invariant and (self.family.draws == "maps" or not rule.traits.keeps_tokens)
 
     def sampling(self, guidance_scale, temperature, top_k, top_p) -> Sampling:
         """Return the call's sampling parameters with the model's defaults. Raises ValueError for invalid values."""
@@ -376,7 +366,7 @@ class ImagePipeline:
     def _build(self, drafter, acceptance, order) -> DecodingSetup:
         rule = own_rule(acceptance)
         # with adaptive lengths the samples of rules with their own random numbers would depend on timing
-        length = FixedLength if rule.traits.judges_draws else None
+        length = FixedLength if rule.traits.judges_draws or self._by_itself(rule) else None
 
         def make_target(traits: DrafterTraits) -> Target:
             target = self.family.make_target(traits, self.compile)
@@ -384,13 +374,13 @@ class ImagePipeline:
                 target.fix_widths()
             return target
 
-        found = registry.order(self.family.default_order if order is None else order)
+        chosen_order = registry.order(self.family.default_order if order is None else order)
         setup = build_setup(
             *self._drafter(drafter),
             rule,
             self.family,
             make_target,
-            order=found,
+            order=chosen_order,
             levels=self.levels,
             length=length,
             compile=self.compile,
@@ -398,15 +388,14 @@ class ImagePipeline:
             debug=self.debug,
         )
         if self.batch_invariant and not setup.order.raster:
-            raise ValueError(f"batch_invariant: got the order {setup.order.name}, expected raster")
+            raise ValueError(f"batch_invariant: got the order {setup.order.name}, expected raster.")
         return setup
 
     def _drafter(self, spec) -> tuple[Any, str]:
-        """Return a drafter, created by name or as it is, and its name."""
         if isinstance(spec, nn.Module):
             raise ValueError(
                 f"drafter: got a {type(spec).__name__}, expected a drafter or its name; a smaller image model drafts as"
-                " 'lowres:model=FOLDER'"
+                " 'lowres:model=FOLDER'."
             )
         if not isinstance(spec, str) or spec.partition(":")[0] != "lowres":
             return registry.drafter(spec, self.model, self.family)
@@ -414,7 +403,7 @@ class ImagePipeline:
         dtype = str(self.model.dtype).removeprefix("torch.")  # dtypes must match to compare codebooks
         own = options.pop("model", included.made_for("lowres", self.model))
         if own is None:
-            raise ValueError(f"drafter: none is included for {spec!r} here, expected lowres:model=FOLDER")
+            raise ValueError(f"drafter: none is included for {spec!r} here, expected lowres:model=FOLDER.")
         sibling = load_image_model(own, device=str(self.device), dtype=dtype)
         if "upsample" in options:
             upsampler = str(options["upsample"])
@@ -433,12 +422,6 @@ class ImagePipeline:
             media={"texts": batch.texts, "negatives": batch.negatives},
             grid=layout.grid,
         )
-        if batch.picture is not None:
-            request.known, drawn = batch.picture.codes, batch.picture.drawn
-            request.max_new_tokens = max(drawn)
-            request.each = [
-                replace(request, prompt=prompt.ids[b : b + 1], max_new_tokens=n) for b, n in enumerate(drawn)
-            ]
         if bool((layout.fixed >= 0).any()):
             request.fixed = layout.fixed.to(self.device)
         if not job.sampling.greedy:
@@ -457,11 +440,9 @@ class ImagePipeline:
         return self._output(job, batch, state), stop
 
     def _output(self, job: ImageJob, batch: ImageBatch, state: State) -> ImageOutput:
-        """Return the finished rows, also of an interrupted batch."""
         # a KeyboardInterrupt may occur between appending tokens and origins
-        whole = [[state.request.of(b)[0].max_new_tokens] * 2 for b in range(len(batch.texts))]
-        rows = zip(state.tokens, state.trace.origin)
-        done = [b for b, row in enumerate(rows) if [len(part) for part in row] == whole[b]]
+        rows, whole = zip(state.tokens, state.trace.origin), state.request.max_new_tokens
+        done = [b for b, row in enumerate(rows) if all(len(part) == whole for part in row)]
         out = ImageOutput(prompts=[batch.texts[b] for b in done], seeds=[batch.seeds[b] for b in done])
         out.stats, out.traces = [Stats.of(state, job.setup)], [state.trace]
         if not done:
@@ -469,19 +450,15 @@ class ImagePipeline:
         codes = job.layout.codes(torch.stack([state.output.values(b) for b in done]).cpu())
         out.tokens = list(codes)
         origins = list(enumerate(state.trace.origin))
-        out.maps = [origin_map(state.output.in_generation_order(*origins[b], "given"), job.layout) for b in done]
+        out.maps = [origin_map(state.output.in_raster_order(*origins[b]), job.layout) for b in done]
         raster = job.setup.order.raster
-        passes = (
-            [state.output.in_generation_order(b, pass_numbers(o), 0) for b, o in origins] if raster else state.memory
-        )
+        passes = [state.output.in_raster_order(b, pass_numbers(o)) for b, o in origins] if raster else state.memory
         out.passes = [job.layout.placed(np.array(passes[b], np.int32)) for b in done]
         kind = job.request.output_type
         if kind == "latent":
             out.images = list(job.layout.latents(codes))
             return out
         pixels = job.family.render(codes.to(self.model.device), job.layout, out.prompts, out.seeds).cpu()
-        if batch.picture is not None:
-            pixels = batch.picture.put(pixels, done)
         out.images = list(pixels) if kind == "pt" else [p.permute(1, 2, 0).numpy() for p in pixels]
         if kind == "pil":
             out.images = [Image.fromarray((255 * image).round().astype(np.uint8)) for image in out.images]

@@ -97,9 +97,7 @@ def load_image_model(
 
 
 def _configuration(where: str) -> dict[str, Any]:
-    """Return the config.json of a folder, a hub id or an included model, empty if there is none. Raises ValueError with
-    advice for a model in a form that can't be read.
-    """
+    """Return the config.json of a model, if any. Raises ValueError with advice for a form that can't be read."""
     folder, local = located(where)
     files = [Path(where)] if Path(where).is_file() else list(Path(where).glob("*"))
     if not any(file.name == "config.json" for file in files) and any(f.suffix in checkpoint.PICKLED for f in files):
@@ -142,9 +140,9 @@ def load_diffusers(where: str, *, device: str = "auto", dtype: str | torch.dtype
     folder = Path(index).parent
     for path in folder.rglob("*"):
         checkpoint.inside(folder, str(path.relative_to(folder)))
-    found = checkpoint.read_json(folder, "model_index.json").get("_class_name")
-    if found != "GlmImagePipeline":
-        raise ValueError(f"model: got diffusers' {found}, expected GlmImagePipeline: it has an autoregressive stage")
+    kind = checkpoint.read_json(folder, "model_index.json").get("_class_name")
+    if kind != "GlmImagePipeline":
+        raise ValueError(f"model: got diffusers' {kind}, expected GlmImagePipeline: it has an autoregressive stage.")
     from diffusers import DiffusionPipeline  # importing it takes seconds
 
     device = resolve_device(device)
@@ -161,35 +159,12 @@ def load_saved(where: str, *, device: str = "auto", dtype: str | torch.dtype = "
     return _load(where, kind, device, dtype, trust_remote_code, worded)
 
 
-def without_weights(spec: str | None = None) -> Any:
-    """Build the model of a folder, hub id, config.json or included name on `meta`, from its configuration alone. Raises
-    ValueError if transformers does not know it.
-    """
-    where, local = located(str(spec or included.text_model()))
-    if not local and "/" not in where:
-        raise ValueError(f"target: got {where!r}, expected a folder, a hub id, a config.json or an included model")
-    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": local}
-    try:
-        with quiet():
-            config = transformers.AutoConfig.from_pretrained(where, **options)
-            named = getattr(transformers, (config.architectures or [""])[0], None)
-            with torch.device("meta"):
-                model = named._from_config(config) if named else _auto_class(config).from_config(config)
-            if Path(where, transformers.utils.GENERATION_CONFIG_NAME).is_file():
-                model.generation_config = transformers.GenerationConfig.from_pretrained(where)
-    except Exception as error:  # any library may raise its own kind of error
-        raise ValueError(f"target: {where} does not describe a model ({checkpoint.first_line(error)})") from None
-    return model
-
-
 def _auto_class(config: Any) -> Any:
-    """Return the transformers class for a configuration: of a model that sees pictures, else of a text model."""
     remote = getattr(config, "auto_map", None) or {}
     return next((kind for kind in KINDS if type(config) in kind._model_mapping or kind.__name__ in remote), KINDS[0])
 
 
 def _kind(spec: str, trust_remote_code: bool) -> Any:
-    """Return `_auto_class` of a folder or hub id."""
     where, local = located(spec)
     try:
         if local:
@@ -216,7 +191,6 @@ def torch_dtype(dtype: str | torch.dtype, usual: torch.dtype) -> torch.dtype:
 
 
 def _load_own(model: Any, folder: Path, device: str) -> tuple[Any, Any]:
-    """Load (model, processor) of a folder with a network that transformers lacks."""
     model, processor = model.to(device).eval(), None
     if not model.class_conditional:
         with quiet():  # suppresses the warning about the unknown model type
@@ -226,7 +200,6 @@ def _load_own(model: Any, folder: Path, device: str) -> tuple[Any, Any]:
 
 
 def _own_processor(model: Any, folder: Path) -> Any:
-    """Load text encoder features, processor or tokenizer of a folder with a network that transformers lacks."""
     if model.text_features:
         encoder = folder / text_features.FOLDER
         if not encoder.is_dir():
@@ -267,13 +240,12 @@ def resolve_device(device: str) -> str:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(
-            f"device: got {device!r}, which this torch can't use ({checkpoint.first_line(error)})"
+            f"device: got {device!r}, which this torch can't use ({checkpoint.first_line(error)})."
         ) from None
     return device
 
 
 def _check_spread(device: str) -> None:
-    """Raise ValueError if a model can't be loaded over several devices as requested."""
     if device == "tp" and int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        raise ValueError("device: got 'tp' in one process, expected several (torchrun --nproc-per-node 2 ...)")
+        raise ValueError("device: got 'tp' in one process, expected several (torchrun --nproc-per-node 2 ...).")
     need("accelerate", f"device {device}", "train")

@@ -101,11 +101,8 @@ class Matcher:
 
 
 class Grammar(RowProcessor):
-    """Masks tokens that an xgrammar grammar does not allow.
-
-    Args:
-        compiled: The grammars of all rows, or one for all of them.
-        start: Length of the prompt.
+    """Masks tokens that xgrammar's grammars, one per row or one for all, do not allow. Prompts have the length
+    `start`.
     """
 
     def __init__(self, compiled: Sequence[Any], start: int):
@@ -128,12 +125,12 @@ class Grammar(RowProcessor):
     def forced(self, index: int, ids: list[int]) -> int | None:
         matcher = self.matcher(index)
         allowed = matcher.allowed(ids[self.start :])
-        found = [] if allowed is None else allowed.nonzero()[: SPELLINGS + 1].flatten().tolist()
-        if len(found) == 1:
-            return found[0]
-        if not found or len(found) > SPELLINGS or not {*found}.isdisjoint(matcher.own.stop_token_ids):
+        tokens = [] if allowed is None else allowed.nonzero()[: SPELLINGS + 1].flatten().tolist()
+        if len(tokens) == 1:
+            return tokens[0]
+        if not tokens or len(tokens) > SPELLINGS or not {*tokens}.isdisjoint(matcher.own.stop_token_ids):
             return None
-        texts = {token: bytes(matcher.texts[token]) for token in found}
+        texts = {token: bytes(matcher.texts[token]) for token in tokens}
         longest = max(texts, key=lambda token: (len(texts[token]), token))
         return longest if all(texts[longest].startswith(text) for text in texts.values()) else None
 
@@ -153,8 +150,8 @@ class PrefixFunction(RowProcessor):
         return scores_V + mask_V
 
     def forced(self, index: int, ids: list[int]) -> int | None:
-        found = set(self.allowed(index, torch.tensor(ids, device=self.device)))
-        return int(found.pop()) if len(found) == 1 else None
+        tokens = set(self.allowed(index, torch.tensor(ids, device=self.device)))
+        return int(tokens.pop()) if len(tokens) == 1 else None
 
 
 class Copies(RowProcessor):
@@ -170,12 +167,12 @@ class Copies(RowProcessor):
         tokens = [-1, *ids_L[self.start :].tolist()]  # the first call is after the prompt
         path = self.paths.setdefault(index, [])
         del path[common([token for token, _ in path], tokens[:-1]) :]
-        found = scores_V[None]
+        scores = scores_V[None]
         for at in range(len(path), len(tokens)):
             called = fork(path[-1][1] if path else self.fresh)
-            found = called(ids_L[None, : self.start + at], scores_V[None].clone())
+            scores = called(ids_L[None, : self.start + at], scores_V[None].clone())
             path.append((tokens[at], called))
-        return found[0]
+        return scores[0]
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -16,13 +16,8 @@ LINE_OF_UNKNOWN = "{n_fmt} {unit} [{elapsed}, {rate_fmt}{postfix}]"  # for an un
 
 
 class Progress(AbstractContextManager):
-    """Context manager that shows count, total, rate and figures of a run.
-
-    Args:
-        unit: What is counted.
-        total: None if unknown.
-        initial: The count of an earlier run.
-        hidden: Print nothing.
+    """Context manager that shows count, total, rate and figures of a run. `initial` is the count of an earlier run. The
+    total may be unknown. If `hidden`, nothing is printed.
     """
 
     def __init__(self, unit: str, total: int | None = None, initial: int = 0, hidden: bool = False):

@@ -32,7 +32,7 @@ def check(setup: DecodingSetup, slots: int, ahead: int | None, options: dict[str
     """Raise ValueError for a setup that rows can't enter, and for options that don't fit a single prompt."""
     for name, value in (("slots", slots), ("ahead", slots if ahead is None else ahead)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1")
+            raise ValueError(f"{name}: got {value!r}, expected a whole number of at least 1.")
     if setup.drafter is not None and not setup.drafter.traits.joins:
         kind = type(setup.drafter.inner).__name__
         raise ValueError(
@@ -40,7 +40,7 @@ def check(setup: DecodingSetup, slots: int, ahead: int | None, options: dict[str
             " call `generate` for each prompt."
         )
     if isinstance(seed := options.get("seed"), (list, tuple)):
-        raise ValueError(f"seed: got {len(seed)} seeds, expected one. Pass others in the prompts' own arguments")
+        raise ValueError(f"seed: got {len(seed)} seeds, expected one. Pass others in the prompts' own arguments.")
     requests.check(options)
 
 
@@ -118,25 +118,25 @@ class RequestBuilder:
         requests.adopt_stop_strings(own)
         for name in ONE_PROMPT:
             if (value := own.get(name)) not in (None, False, 1):
-                raise ValueError(f"{name}: got {value!r}, expected one result of tokens for each request")
+                raise ValueError(f"{name}: got {value!r}, expected one result of tokens for each request.")
         prompt = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         options = {name: value for name, value in own.items() if name not in prompt}
         ids = prompt.get("input_ids")
         if ids is None or ids.dim() != 2 or len(ids) != 1 or ids.shape[1] == 0:
             shape = None if ids is None else tuple(ids.shape)
-            raise ValueError(f"input_ids: got shape {shape}, expected (1, length), one prompt a request")
+            raise ValueError(f"input_ids: got shape {shape}, expected (1, length), one prompt a request.")
         prompt.setdefault("attention_mask", torch.ones_like(ids))
-        found = self._prepare_options(prompt, options)
-        more = {name: value for name, value in options.items() if name in self.named or name in found.inputs}
-        found.prompt, found.inputs = ids, prompt | more
-        if not found.sampling.greedy:
-            found.generators = requests.generators(generator, seed, ids)
-        found.on_tokens = on_tokens
+        request = self._prepare_options(prompt, options)
+        more = {name: value for name, value in options.items() if name in self.named or name in request.inputs}
+        request.prompt, request.inputs = ids, prompt | more
+        if not request.sampling.greedy:
+            request.generators = requests.generators(generator, seed, ids)
+        request.on_tokens = on_tokens
         if streamer is not None:
-            found.on_tokens = requests.streaming(streamer, ids)
+            request.on_tokens = requests.streaming(streamer, ids)
             streamer.put(ids.cpu())
             self.streamers[index] = streamer
-        return found
+        return request
 
     def _prepare_options(self, prompt: dict[str, Tensor], options: dict[str, Any]) -> Request:
         """Let generate process options for a prompt. Plain options with a number of new tokens, without processors and
@@ -151,11 +151,11 @@ class RequestBuilder:
             # pixels are read in the prefill; without them a model can't place image ids
             blank = torch.where(torch.isin(ids, self.content.to(ids.device)), self.pad, ids)
             prompt = {"input_ids": blank, "attention_mask": prompt["attention_mask"]}
-        found = requests.of_generate(self.model, prompt, **options)
-        free = not found.sampling.processors and found.stop is None and options.get("max_new_tokens") is not None
+        request = requests.of_generate(self.model, prompt, **options)
+        free = not request.sampling.processors and request.stop is None and options.get("max_new_tokens") is not None
         if key is not None and free and len(self.known) < MOST_KNOWN:
-            self.known[key] = replace(found, inputs=dict.fromkeys(found.inputs))  # drops the prompt
-        return found
+            self.known[key] = replace(request, inputs=dict.fromkeys(request.inputs))  # drops the prompt
+        return request
 
     def kind(self, request: Request) -> Hashable:
         """Return what requests must share to be prefilled together. The shapes of pixels, other arguments, temperature
@@ -189,17 +189,19 @@ class RequestBuilder:
             return self._batch(group)
         known, first = cache.find(keys)
         if len(first) == len(group):
-            found = self._batch(group)
-            found.prefix = PrefixPlan(cache, keys)
-            return found
+            merged = self._batch(group)
+            merged.prefix = PrefixPlan(cache, keys)
+            return merged
         inputs = self._inputs(group)
-        found = Request({"attention_mask": inputs["attention_mask"]}, inputs["input_ids"], max_new_tokens=_limit(group))
-        found.media = media_of(inputs)
-        found.prefix = plan = PrefixPlan(cache, keys, known, first, lambda rows: self._batch([group[b] for b in rows]))
+        merged = Request(
+            {"attention_mask": inputs["attention_mask"]}, inputs["input_ids"], max_new_tokens=_limit(group)
+        )
+        merged.media = media_of(inputs)
+        merged.prefix = plan = PrefixPlan(cache, keys, known, first, lambda rows: self._batch([group[b] for b in rows]))
         if first:
             plan.first = self._batch([_cut(group[b], key.length) for b, key in first.items()])
             plan.first.prefix = PrefixPlan(cache, list(first.values()))
-        return found
+        return merged
 
     def _can_join(self, group: Sequence[Request]) -> bool:
         """Check, once for each kind of inputs, that the model reads concatenated media like a batch of its processor.
@@ -223,14 +225,12 @@ class RequestBuilder:
         return target.joins[kind]
 
     def _batch(self, group: Sequence[Request]) -> Request:
-        """Return one request with a row for each."""
         inputs = self._inputs(group)
-        found = requests.of_generate(self.model, inputs, max_new_tokens=_limit(group), do_sample=False)
-        found.media = media_of(inputs)
-        return found
+        request = requests.of_generate(self.model, inputs, max_new_tokens=_limit(group), do_sample=False)
+        request.media = media_of(inputs)
+        return request
 
     def _inputs(self, group: Sequence[Request]) -> dict[str, Any]:
-        """Return ids and masks of all rows, left-padded, and concatenated pixels."""
         longest = max(request.prompt.shape[1] for request in group)
         inputs: dict[str, Any] = {}
         for name, value in group[0].inputs.items():
@@ -245,9 +245,7 @@ class RequestBuilder:
         return inputs
 
     def _key(self, request: Request) -> PromptKey | None:
-        """Return the key by which equal prompts are recognised. None for a prompt with padding, with media but no ids
-        for them, or with arguments whose contents are unknown.
-        """
+        """Return the key by which equal prompts are recognised; None if a prompt can't be compared."""
         length, digest, ids, media = request.prompt.shape[1], hashlib.sha256(), [], False
         for name, value in sorted(request.inputs.items()):
             if isinstance(value, Tensor) and of_ids(value, length):
@@ -268,14 +266,12 @@ class RequestBuilder:
 
 
 def _cut(request: Request, length: int) -> Request:
-    """Return a request for the first ids of a prompt, with all of its media."""
     whole = request.prompt.shape[1]
     parts = {k: v[:, :length] if isinstance(v, Tensor) and of_ids(v, whole) else v for k, v in request.inputs.items()}
     return replace(request, prompt=request.prompt[:, :length], inputs=parts)
 
 
 def _media(request: Request) -> dict[str, Tensor]:
-    """Return the tensors of a request that don't have one number per id."""
     length = request.prompt.shape[1]
     return {k: v for k, v in request.inputs.items() if isinstance(v, Tensor) and not of_ids(v, length)}
 

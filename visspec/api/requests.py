@@ -65,7 +65,7 @@ def arguments_by_name(generate: Callable, positional: Sequence, options: dict[st
     names = list(signature(generate).parameters)[: len(positional)] if positional else []
     twice = sorted(set(names) & set(options))
     if twice:
-        raise TypeError(f"generate() got multiple values for argument {twice[0]!r}")
+        raise TypeError(f"generate() got multiple values for argument {twice[0]!r}.")
     return {name: value for name, value in zip(names, positional) if value is not None} | options
 
 
@@ -81,13 +81,13 @@ def check(options: dict[str, Any]) -> None:
     if kind not in CACHES:
         raise ValueError(
             f"cache_implementation: got {kind!r}, expected 'dynamic' or 'static', because accelerated decoding uses"
-            " its own cache"
+            " its own cache."
         )
     for name in CACHE_NAMES:
         if type(options.get(name)) not in (DynamicCache, StaticCache, type(None)):
             raise ValueError(
                 f"{name}: got {type(options[name]).__name__}, expected an empty DynamicCache, StaticCache or none,"
-                " because accelerated decoding uses its own cache"
+                " because accelerated decoding uses its own cache."
             )
 
 
@@ -119,7 +119,7 @@ def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any])
     check({"generation_config": config})
     past = model_kwargs.pop(CACHE, None)
     if past is not None and past.get_seq_length() > 0:
-        raise ValueError(f"{CACHE}: got {past.get_seq_length()} cached tokens, expected an empty cache")
+        raise ValueError(f"{CACHE}: got {past.get_seq_length()} cached tokens, expected an empty cache.")
     if getattr(past, "_is_user_defined", False):
         check({CACHE: past})
     model_kwargs.pop("logits_to_keep", None)
@@ -140,9 +140,7 @@ def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any])
 
 
 def sampling_of(processors: Sequence[Callable], do_sample: bool, prompt: Tensor) -> Sampling:
-    """Convert processors to a `Sampling`. A final temperature, top-k and top-p, in that order, become numbers; the
-    others are called at every node.
-    """
+    """Convert processors to a `Sampling`: final temperature, top-k and top-p become numbers, the others are called."""
     rest = list(processors)
     numbers: dict[str, Any] = {"temperature": 1.0 if do_sample else 0.0}
     for kind, name in (
@@ -154,14 +152,13 @@ def sampling_of(processors: Sequence[Callable], do_sample: bool, prompt: Tensor)
             numbers[name] = getattr(rest.pop(), name)
     for processor in rest:
         if hasattr(processor, "model"):
-            raise ValueError(f"logits_processor: {type(processor).__name__} runs its own model, which is not supported")
+            raise ValueError(f"logits_processor: {type(processor).__name__} runs its own model. Leave it out.")
     return Sampling(processors=tuple(at_any_prefix(processor, prompt) for processor in rest), **numbers)
 
 
 def generators(generator, seed, input_ids: Tensor) -> list[torch.Generator]:
-    """Return one generator per row. Those of a list on the device of the ids are used as they are. Other generators, a
-    single one, or torch's global one seed a new one per row. An int gives row b the seed `seed + b`, a list one seed
-    per row.
+    """Return one generator per row: the entries of a list on the device of the ids; otherwise new ones, seeded by an
+    int (`seed + b`), a list of seeds, another generator, or torch's global one.
     """
     rows, given = input_ids.shape[0], seed if seed is not None else generator
     listed = isinstance(given, (list, tuple)) and len(given) == rows
@@ -179,7 +176,7 @@ def seeds(generator, seed, count: int, each: str = "a row") -> list[int]:
         return torch.randint(2**62, (count,), device="cpu").tolist()
     if isinstance(given, (list, tuple)):
         if len(given) != count:
-            raise ValueError(f"{what}: got {len(given)} entries, expected {count} (one {each})")
+            raise ValueError(f"{what}: got {len(given)} entries, expected {count} (one {each}).")
         return [seeds(g, None, 1)[0] if isinstance(g, torch.Generator) else index(g) for g in given]
     if isinstance(given, torch.Generator):
         return torch.randint(2**62, (count,), generator=given, device=given.device).tolist()
@@ -199,7 +196,7 @@ def unknown_words(processor: Processor | Tokenizer | None, texts: Sequence[str])
 def streaming(streamer, input_ids: Tensor) -> Callable[[list[int]], None]:
     """Return a function that feeds a transformers streamer token by token. Raises ValueError for a batch."""
     if input_ids.shape[0] != 1:
-        raise ValueError(f"streamer: got a batch of {input_ids.shape[0]}, expected 1")
+        raise ValueError(f"streamer: got a batch of {input_ids.shape[0]}, expected 1.")
 
     def put(new_tokens: list[int]) -> None:
         for token in new_tokens:

@@ -43,8 +43,8 @@ def save(folder: str | Path, components: Mapping[str, Any], family: object = Non
     needed = ("model",) if class_conditional else ("model", "processor")
     for name in needed:
         if not hasattr(components[name], "save_pretrained"):
-            found = type(components[name]).__name__
-            raise ValueError(f"{name}: got {found}, expected a {name} of transformers to save")
+            kind = type(components[name]).__name__
+            raise ValueError(f"{name}: got {kind}, expected a {name} of transformers to save.")
     if (why := unwritable(root, folder=True)) is not None:
         raise ValueError(f"folder: {why}")
     with tempfile.TemporaryDirectory() as staged:
@@ -75,24 +75,24 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of a constructor: `given` ones, and those in the folder. A folder without the file, or a hub
     id, contains none. Raises ValueError like other readers of checkpoints.
     """
-    folder, found = registry.included_folder(where), dict(given)
+    folder, arguments = registry.included_folder(where), dict(given)
     if not (folder / FILE).is_file():
-        return found
+        return arguments
     settings = checkpoint.read_json(folder, FILE)
     if strange := sorted(settings.keys() - set(ENTRIES)):
         entry = checkpoint.shorten(strange[0])
-        raise ValueError(f"checkpoint: {FILE} of {folder} has the unknown entry {entry}, expected {', '.join(ENTRIES)}")
+        raise ValueError(f"checkpoint: {FILE} of {folder} has the entry {entry}, expected {', '.join(ENTRIES)}.")
     for name in ENTRIES[:4]:
         if name in settings and name not in given and not given.get("preset"):
             entry = settings[name]
-            found[name] = _levels(entry) if name == "levels" else _named(name, folder, entry)
+            arguments[name] = _levels(entry) if name == "levels" else _named(name, folder, entry)
     if not isinstance(invariant := settings.get("batch_invariant", False), bool):
         shown = checkpoint.shorten(invariant)
-        raise ValueError(f"checkpoint: batch_invariant of {folder / FILE} is {shown}, expected true or false")
-    found.setdefault("batch_invariant", invariant)
-    found["parts"] = _parts(folder, settings.get("parts", {}), given.get("parts") or {})
-    logger.info("%s: read %s", folder / FILE, {name: found[name] for name in settings if name in found})
-    return found
+        raise ValueError(f"checkpoint: batch_invariant of {folder / FILE} is {shown}, expected true or false.")
+    arguments.setdefault("batch_invariant", invariant)
+    arguments["parts"] = _parts(folder, settings.get("parts", {}), given.get("parts") or {})
+    logger.info("%s: read %s", folder / FILE, {name: arguments[name] for name in settings if name in arguments})
+    return arguments
 
 
 def drafter_of(folder: str | Path) -> DrafterSpec:
@@ -114,12 +114,12 @@ def _named(what: str, folder: Path, entry: Json) -> str | None:
     if what == "drafter" and isinstance(entry, dict) and {**entry, "options": ""} == {"folder": DRAFTER, "options": ""}:
         options = entry.get("options", "")
         if not isinstance(options, str) or re.fullmatch(r"([a-z_]+=[\w.+-]+(,[a-z_]+=[\w.+-]+)*)?", options) is None:
-            raise ValueError(f"checkpoint: options of {folder / FILE} is {checkpoint.shorten(options)}")
+            raise ValueError(f"checkpoint: options of {folder / FILE} is {checkpoint.shorten(options)}.")
         root = str(checkpoint.check_folder(checkpoint.inside(folder, DRAFTER)))
         return f"{root}:{options}" if options else root
     if not isinstance(entry, str):
         shown = checkpoint.shorten(entry)
-        raise ValueError(f"checkpoint: {what} of {folder / FILE} is {shown}, expected a name with options")
+        raise ValueError(f"checkpoint: {what} of {folder / FILE} is {shown}, expected a name with options.")
     return portable_name(what, entry)
 
 
@@ -132,7 +132,7 @@ def _levels(entry: Json) -> int | None:
 
 def _parts(folder: Path, entry: Json, given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(entry, dict) or not all(isinstance(part, str | None) for part in entry.values()):
-        raise ValueError(f"checkpoint: parts of {folder / FILE} is {checkpoint.shorten(entry)}, expected texts")
+        raise ValueError(f"checkpoint: parts of {folder / FILE} is {checkpoint.shorten(entry)}, expected texts.")
     parts = {**entry, **given}
     if lost := [name for name in entry if entry[name] is None and name not in given]:
         raise ValueError(f"parts: {folder} does not contain {lost[0]}. Pass parts={{{lost[0]!r}: ...}}.")
@@ -143,7 +143,6 @@ def _parts(folder: Path, entry: Json, given: Mapping[str, Any]) -> dict[str, Any
 
 
 def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object, staged: Path) -> Json:
-    """Return the entry of a drafter. Its weights are written to `staged`, unless they are included."""
     from transformers import PreTrainedModel
 
     if drafter is None:
@@ -175,12 +174,12 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
         return {"folder": DRAFTER}
     if isinstance(drafter, Drafter) and drafter.saved_as == "network":
         drafter.save_pretrained(staged, provenance(model))
-        found = registry.drafter(staged, model, family)[0]
-        if type(found) is not type(drafter):
+        restored = registry.drafter(staged, model, family)[0]
+        if type(restored) is not type(drafter):
             raise ValueError(
                 f"drafter: A {type(drafter).__name__} can't be restored from its weights. Pass it by name."
             )
-        again, own = (_options(x) for x in (found, drafter))
+        again, own = (_options(x) for x in (restored, drafter))
         if other := [name for name in own if own[name] != again.get(name)]:
             shown = f"a {type(drafter).__name__} with {other[0]} {own[other[0]]}"
             raise ValueError(
@@ -194,11 +193,10 @@ def _entry(what: str, thing: Component) -> str | None:
     """Return the entry of a rule, an order or a drafter without weights: the user's text, or None for no order."""
     if thing is None or isinstance(thing, str):
         return None if thing is None else portable_name(what, thing)
-    raise ValueError(f"{what}: got a {type(thing).__name__}, expected its name with options to write into {FILE}")
+    raise ValueError(f"{what}: got a {type(thing).__name__}, expected its name with options to write into {FILE}.")
 
 
 def _options(drafter: Drafter) -> dict[str, Any]:
-    """Return the numbers and names that a drafter's constructor options have set."""
     kept = {name: value for name, value in vars(drafter).items() if type(value) in PLAIN and type(value) is not bool}
     return kept | {"paths": vars(drafter).get("paths"), "traits": drafter.traits}
 
@@ -218,7 +216,7 @@ def portable_name(what: str, text: str) -> str:
         word = isinstance(value, str) and re.fullmatch(r"[\w+-]+", value)
         shipped = word and registry.included_folder(value) != Path(value)
         if isinstance(value, str) and not shipped and (not word or Path(value).exists()):
-            raise ValueError(f"{option}: got {checkpoint.shorten(value)}, expected no path outside of the folder")
+            raise ValueError(f"{option}: got {checkpoint.shorten(value)}, expected no path outside of the folder.")
     if what == "acceptance":
         registry.rule(text)
     return text

@@ -20,9 +20,7 @@ MOST_CACHED = 1 << 26  # maximum bytes of compiled schemas
 
 
 class JsonGrammars:
-    """Compiles JSON schemas to grammars for one model. `what` names the argument in error messages. Raises ValueError
-    if the tokenizer can't write JSON or a package is missing.
-    """
+    """Compiles JSON schemas for one model. `what` names the argument in errors. Raises ValueError if it can't."""
 
     def __init__(self, tokenizer: Tokenizer, model: ConfiguredModel, what: str):
         xgrammar = need("xgrammar", what, EXTRA)
@@ -34,17 +32,15 @@ class JsonGrammars:
         self.compiler = xgrammar.GrammarCompiler(info, cache_limit_bytes=MOST_CACHED)
 
     def options(self, schema: Json) -> dict[str, Any]:
-        """Return `generate` arguments for answers of a schema, for any number of calls through `accelerate`. Raises
-        ValueError if it is not a schema or can't be compiled.
-        """
+        """Return `generate` arguments for answers of a schema. Raises ValueError if it can't be compiled."""
         from xgrammar.contrib.hf import LogitsProcessor
 
         try:
             self.jsonschema.validators.validator_for(schema).check_schema(schema)
             grammar = self.compiler.compile_json_schema(json.dumps(schema), any_whitespace=False)
         except Exception as error:  # both packages may raise anything
-            said = str(error).strip().split("\n")[0][:200]
-            raise ValueError(f"{self.what}: This is not a JSON schema, or can't be compiled ({said}).") from None
+            message = str(error).strip().split("\n")[0][:200]
+            raise ValueError(f"{self.what}: This is not a JSON schema, or can't be compiled ({message}).") from None
         return {"logits_processor": [LogitsProcessor(grammar)]}
 
     def explain(self, text: str, schema: Json) -> str | None:
@@ -59,5 +55,7 @@ class JsonGrammars:
         """Return a caption with an error if it does not fit the schema, for example because it was cut at its limit."""
         if (why := self.explain(found.text or "", schema)) is None:
             return found
-        said = f"{found.path}: got {found.tokens} tokens that {self.what} does not allow, expected JSON of it ({why})"
-        return replace(found, text=None, error=found.error or said)
+        message = (
+            f"{found.path}: got {found.tokens} tokens that {self.what} does not allow, expected JSON of it ({why})"
+        )
+        return replace(found, text=None, error=found.error or message)

@@ -32,12 +32,12 @@ def count_of(asked: DrafterTraining, several: bool) -> int:
     """Return the number of prompts that "self" or "self:N" requests, 0 for other data. Raises ValueError for options
     that don't go together. `several` is whether there is more than one process.
     """
-    found = re.fullmatch(r"self(:[1-9]\d*)?", str(asked.data))
-    if found is None and asked.images is not None:
+    match = re.fullmatch(r"self(:[1-9]\d*)?", str(asked.data))
+    if match is None and asked.images is not None:
         raise ValueError(f"images: --data {asked.data} has its own images. Use --images with --data self.")
-    if found is not None and (several or asked.dry_run):
-        raise ValueError("data: got self in a dry run or several processes. Write the prompts in one process first.")
-    return 0 if found is None else int((found[1] or f":{COUNT}")[1:])
+    if match is not None and several:
+        raise ValueError("data: got self in several processes. Write the prompts in one process first.")
+    return 0 if match is None else int((match[1] or f":{COUNT}")[1:])
 
 
 def user_turn(*kinds: str) -> list[dict[str, Any]]:

@@ -57,7 +57,7 @@ class Guard:
             message = await receive()
             left -= len(message.get("body", b""))
             if left < 0:
-                raise RequestError(f"body: it has more than {self.max_body} bytes", 413)
+                raise RequestError(f"body: it has more than {self.max_body} bytes.", 413)
             return message
 
         self.taken += 1
@@ -73,7 +73,7 @@ class Guard:
     def _check(self, headers: Headers) -> None:
         host = " ".join(headers.getlist("host"))
         if self.local and not HOST.fullmatch(host):
-            raise RequestError(f"host: got {host!r}, this server answers to {', '.join(LOCAL)}", 403)
+            raise RequestError(f"host: got {host!r}, this server answers to {', '.join(LOCAL)}.", 403)
         scheme, _, given = headers.get("authorization", "").encode("latin-1").partition(b" ")
         if self.key and not (hmac.compare_digest(given.strip(), self.key) and scheme.lower() == b"bearer"):
             raise RequestError("The API key is missing or wrong.", 401, code="invalid_api_key")
@@ -127,7 +127,7 @@ class Service:
             else:
                 if isinstance(part, ClientDisconnect | RequestError):
                     raise part
-                raise RequestError(f"{type(part).__name__}: {part}", 400 if isinstance(part, ValueError) else 500)
+                raise RequestError(f"{type(part).__name__}: {part}.", 400 if isinstance(part, ValueError) else 500)
         finally:
             cancelled.set()
             watch.cancel()
@@ -152,13 +152,12 @@ class Service:
         return {"created": int(time.time()), "data": data, "output_format": "png"}
 
     def _draw(self, body: DrawingBody, cancelled: threading.Event) -> list[bytes]:
-        """Draw PNG files. Raises ValueError for requests that the model does not support."""
         assert self.pipe is not None
         width, height = (None, None) if body.size == "auto" else map(int, body.size.split("x"))
         try:
             self.pipe.family.layout(height, width)
         except ValueError as error:
-            raise ValueError(f"size: the model does not draw {body.size} ({error})") from None
+            raise ValueError(f"size: the model does not draw {body.size} ({error}).") from None
 
         def look(pipe: ImagePipeline, *_: int | dict) -> None:
             if cancelled.is_set():
@@ -200,7 +199,7 @@ async def server_sent(first: ChatCompletionChunk, others: AsyncIterator[ChatComp
 def check_model(given: str | None, name: str | None) -> None:
     if name is None or given != name:
         has = "was started without --image-model" if name is None else f"has {name!r}"
-        raise RequestError(f"model: got {given!r}, this server {has}", 404, "model", "model_not_found")
+        raise RequestError(f"model: got {given!r}, this server {has}.", 404, "model", "model_not_found")
 
 
 def error_response(error: RequestError) -> Response:

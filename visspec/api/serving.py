@@ -28,9 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Part(NamedTuple):
-    """A piece of an answer. `choice` has OpenAI's streamed form; `counts` of tokens are set at the end of the
-    choice.
-    """
+    """A piece of an answer. `choice` has OpenAI's streamed form; `counts` of tokens are set at its end."""
 
     choice: dict[str, Any]
     counts: Counter[str]
@@ -99,8 +97,8 @@ class AnswerRow:
 
     def entry(self) -> dict[str, Any]:
         """Return the arguments for the stream, without keeping the pixels."""
-        found, self.inputs = self.inputs | {"id": self, "on_tokens": self.put}, {}
-        return found
+        entry, self.inputs = self.inputs | {"id": self, "on_tokens": self.put}, {}
+        return entry
 
     def put(self, tokens: list[int]) -> bool:
         """Process a round's tokens. Returns whether the row should end."""
@@ -162,8 +160,8 @@ class TextWorker:
         try:
             inputs = process_chats(self.processor, [body.chat], [images])
         except Exception as error:  # chat templates and processors may raise anything
-            said = str(error).split("\n")[0][:200]
-            raise RequestError(f"messages: the model's processor rejects them ({said})", param="messages") from None
+            message = str(error).split("\n")[0][:200]
+            raise RequestError(f"messages: the model's processor rejects them ({message}).", param="messages") from None
         length, explain = inputs["input_ids"].shape[1], None
         inputs = move_inputs(inputs, self.fast.model) | body.options | {"max_new_tokens": self._room(length, body)}
         if (schema := body.json_schema) is not None:
@@ -185,10 +183,10 @@ class TextWorker:
         left = self.context - length
         most = body.max_completion_tokens or body.max_tokens or max(1, min(self.max_new_tokens, left))
         if most > left:
-            said = (
+            message = (
                 f"messages: a prompt of {length} tokens and {most} new ones exceed the model's context, {self.context}"
             )
-            raise RequestError(said, param="messages", code="context_length_exceeded")
+            raise RequestError(message, param="messages", code="context_length_exceeded")
         return most
 
     def close(self) -> None:
@@ -209,7 +207,6 @@ class TextWorker:
                 self.running.clear()
 
     def _entries(self) -> Iterator[dict[str, Any] | None]:
-        """Yield the entries of the stream, and wait while no row is running."""
         while True:
             try:
                 row = self.queue.get(block=not self.running)

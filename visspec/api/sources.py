@@ -52,10 +52,10 @@ class RecordStream(Iterator[Record]):
 
 def records(sources: Sequence[str | Path]) -> RecordStream:
     """Return the records of all sources, in order. Raises ValueError if a source is missing, empty or unreadable."""
-    found = [reader(str(source)) for source in sources]
-    totals = [total for _, total in found if total is not None]
-    total = sum(totals) if len(totals) == len(found) else None
-    return RecordStream((record for read, _ in found for record in read()), total)
+    readers = [reader(str(source)) for source in sources]
+    totals = [total for _, total in readers if total is not None]
+    total = sum(totals) if len(totals) == len(readers) else None
+    return RecordStream((record for read, _ in readers for record in read()), total)
 
 
 def is_plain(source: str | Path) -> bool:
@@ -77,29 +77,26 @@ def reader(source: str) -> tuple[Reader, int | None]:
     if is_dataset(source):
         need("datasets", source)
         return lambda: _to_the_end(source, of_dataset(source)), None
-    unlisted: list[OSError] = []
     if path.is_dir():
-        return _files(image_files(path, unlisted=unlisted, suffixes=SUFFIXES), unlisted, source, unread_kinds(path))
+        return _files(image_files(path, SUFFIXES), source, unread_kinds(path))
     if not path.exists() and glob.has_magic(source):
         there = [Path(name) for name in sorted(glob.glob(source, recursive=True))]
         found = [file for file in there if file.suffix.lower() in SUFFIXES]
-        unlisted = _unreadable_folders(path)
-        if not found and not unlisted:
+        if not found:
             raise ValueError(f"{source}: got no image, expected files that end in {', '.join(SUFFIXES)}.")
-        return _files(found, unlisted, source, unread_kinds(there))
+        return _files(found, source, unread_kinds(there))
     kinds = {".jsonl": of_lines, ".parquet": of_parquet, ".tar": of_tar}
     read = kinds.get(path.suffix.lower())
     if read is None:
         return _files([path])
     if not path.is_file():
-        raise ValueError(f"{source}: got no such file")
+        raise ValueError(f"{source}: got no such file.")
     if read is of_parquet:
         need("pyarrow", source)
     return lambda: _to_the_end(source, read(path)), _rows(path)
 
 
 def _rows(path: Path) -> int | None:
-    """Return the number of records of a table; None for a shard, and for a table that can't be read."""
     try:
         if path.suffix.lower() == ".parquet":
             return importlib.import_module("pyarrow.parquet").read_metadata(path).num_rows
@@ -108,22 +105,7 @@ def _rows(path: Path) -> int | None:
         return None
 
 
-def _unreadable_folders(pattern: Path) -> list[OSError]:
-    """Return the errors of folders that a glob can't list, which `glob` ignores."""
-    found: dict[str, OSError] = {}
-    for number, part in enumerate(pattern.parts):
-        if glob.has_magic(part):
-            home = os.path.join(*pattern.parts[: number + (part == "**")], "") if number or part == "**" else "./"
-            for folder in glob.glob(home, recursive=True):
-                try:
-                    os.scandir(folder).close()
-                except OSError as error:
-                    found.setdefault(folder.rstrip("/"), error)
-    return list(found.values())
-
-
 def _to_the_end(source: str, found: Iterator[Record]) -> Iterator[Record]:
-    """Yield the records of a source, and one with an error if the rest can't be read."""
     count = 0
     try:
         for record in found:
@@ -164,18 +146,13 @@ def new_records(records: Iterable[Record], done: Collection[str], repeated: Call
             yield record
 
 
-def _files(
-    paths: Iterable[Path], unlisted: Iterable[OSError] = (), source: str = "", unread: Mapping[str, int] | None = None
-) -> tuple[Reader, int]:
+def _files(paths: Iterable[Path], source: str = "", unread: Mapping[str, int] | None = None) -> tuple[Reader, int]:
     depth = len(Path(source).parts) if Path(source).is_dir() else None  # depth of the subfolder in a file's path
-    found = [Record(str(p), p, category=p.parts[depth] if depth and len(p.parts) > depth + 1 else "") for p in paths]
-    for error in unlisted:
-        folder, why = str(Path(error.filename)), f"can't list this folder ({error.strerror})"
-        found.append(Record(folder, error=f"{folder}: {why}"))
+    records = [Record(str(p), p, category=p.parts[depth] if depth and len(p.parts) > depth + 1 else "") for p in paths]
     for kind, count in (unread or {}).items():
-        said = f"{source}: {count} {kind} files can't be read and are skipped. Convert them to PNG or JPEG."
-        found.append(Record(f"{source}/*{kind}", error=said, passed_over=True))
-    return lambda: iter(found), len(found)
+        message = f"{source}: {count} {kind} files can't be read and are skipped. Convert them to PNG or JPEG."
+        records.append(Record(f"{source}/*{kind}", error=message, passed_over=True))
+    return lambda: iter(records), len(records)
 
 
 def of_entry(entry: object, fallback: str, folder: Path) -> Record:
@@ -198,7 +175,6 @@ def of_entry(entry: object, fallback: str, folder: Path) -> Record:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield the lines that are not blank, each with the id of its record."""
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -237,7 +213,7 @@ def of_tar(path: Path) -> Iterator[Record]:
     """Read a shard in the layout of webdataset. Adjacent files of one name form a record: NAME.jpg with its prompt in
     NAME.json or NAME.prompt. A name ends at the first dot after the last slash; the record's id is PATH/NAME.
     """
-    name, found = None, dict[str, Any]()
+    name, parts = None, dict[str, Any]()
     with tarfile.open(path, "r:") as shard:
         for member in shard:
             folder, _, last = member.name.rpartition("/")
@@ -247,20 +223,20 @@ def of_tar(path: Path) -> Iterator[Record]:
                 continue
             key = f"{folder}/{stem}" if folder else stem
             if key != name and name is not None:
-                yield _of_member(path, name, found)
-                found = {}
+                yield _of_member(path, name, parts)
+                parts = {}
             name = key
             if kind not in PARTS:
                 continue
             if (file := _opened(shard, member)) is None:
-                found["error"] = f"{member.name}, which is neither a file nor a link to one in the archive"
+                parts["error"] = f"{member.name}, which is neither a file nor a link to one in the archive"
             elif (size := file.seek(0, os.SEEK_END)) > LARGEST:
-                found["error"] = f"{member.name} of {size} bytes, expected at most {LARGEST}"
+                parts["error"] = f"{member.name} of {size} bytes, expected at most {LARGEST}"
             else:
                 file.seek(0)
-                found[kind] = file.read()
+                parts[kind] = file.read()
     if name is not None:
-        yield _of_member(path, name, found)
+        yield _of_member(path, name, parts)
 
 
 def _opened(shard: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None:
@@ -272,7 +248,6 @@ def _opened(shard: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None
 
 
 def _of_member(path: Path, name: str, found: Mapping[str, Any]) -> Record:
-    """Build a record from the contents of adjacent files (image, json, prompt) or an error."""
     id = f"{path}/{name}"
     if "error" in found:
         return Record(id, error=f"{id}: got {found['error']}")
@@ -287,16 +262,18 @@ def _of_member(path: Path, name: str, found: Mapping[str, Any]) -> Record:
 
 
 def open_dataset(source: str, streaming: bool) -> Any:
-    """Open a data set of the library `datasets`: hf:NAME[:SPLIT] (default: train), or a folder written by
-    `save_to_disk`. With `streaming`, data sets of the hub are read record by record, else downloaded. Raises ValueError
-    if the library isn't installed.
+    """Open a data set of the library `datasets`: hf:NAME[:SPLIT] (default: train), a folder written by `save_to_disk`,
+    or parquet. With `streaming`, data sets of the hub are read record by record, else downloaded. Raises ValueError if
+    the library isn't installed.
     """
     datasets = need("datasets", source)
+    if Path(source).suffix.lower() == ".parquet":
+        return datasets.Dataset.from_parquet(source)
     name, _, split = source.removeprefix(DATASET).partition(":")
     if source.startswith(DATASET) and not Path(name).exists():
         return datasets.load_dataset(name, split=split or "train", streaming=streaming)
-    found = datasets.load_from_disk(name)
-    return found[split or "train"] if isinstance(found, datasets.DatasetDict) else found
+    dataset = datasets.load_from_disk(name)
+    return dataset[split or "train"] if isinstance(dataset, datasets.DatasetDict) else dataset
 
 
 def of_dataset(source: str) -> Iterator[Record]:
@@ -309,20 +286,23 @@ def of_dataset(source: str) -> Iterator[Record]:
 
 
 def prompts(path: Path) -> Iterator[Record]:
-    """Read prompts from JSON lines of {prompt, id}, or from the lines of any other file. Raises ValueError as
-    `records`.
-    """
+    """Read prompts from JSON lines of {prompt, id} or from lines of text. Raises ValueError as `records`."""
     if not path.is_file():
-        raise ValueError(f"{path}: got no such file")
+        raise ValueError(f"{path}: got no such file.")
     return (_of_prompt(name, line, path.suffix.lower() == ".jsonl") for name, line in _lines(path))
 
 
-def texts(path: Path) -> list[str]:
+def checked_prompts(path: Path) -> list[Record]:
     """Return all prompts of such a file. Raises ValueError if a line has none, or the file has none."""
     read = list(prompts(path))
     if error := next((record.error for record in read if record.error is not None), None if read else f"{path}: empty"):
         raise ValueError(f"prompts: {error}")
-    return [str(record.prompt) for record in read]
+    return read
+
+
+def texts(path: Path) -> list[str]:
+    """The texts of `checked_prompts`."""
+    return [str(record.prompt) for record in checked_prompts(path)]
 
 
 def _of_prompt(name: str, line: bytes, is_json: bool) -> Record:
@@ -330,7 +310,8 @@ def _of_prompt(name: str, line: bytes, is_json: bool) -> Record:
         text = line.decode().strip()
         entry = loads(text) if is_json else {"prompt": text}
         if isinstance(entry["prompt"], str) and entry["prompt"].strip():
-            return Record(str(name if entry.get("id") is None else entry["id"]), prompt=entry["prompt"])
+            id, category = entry.get("id"), str(entry.get("kind") or entry.get("category") or "")
+            return Record(str(name if id is None else id), prompt=entry["prompt"], category=category)
     except (ValueError, KeyError, TypeError):
         pass
     expected = "an object with one" if is_json else "a text in UTF-8"

@@ -18,17 +18,9 @@ PROMPT = "Hello."  # the table is about words of answers, so the prompt hardly m
 
 
 def run(target: str | Path, out: Path, overwrite: bool = False, seed: int = 0, **hardware: Any) -> ContextDrafter:
-    """Write a drafter with the table of a model (`models.lookup.successors`) to a folder.
-
-    Args:
-        target: Folder or hub id of a model that generates text.
-        out: The folder, for `accelerate(model, out)`.
-        overwrite: Whether to replace an existing drafter.
-        seed: Only recorded in provenance.json, since nothing is sampled.
-        hardware: `device`, `dtype` and `trust_remote_code` of the model.
-
-    Raises:
-        ValueError: If the folder holds something else, or the model can't verify trees.
+    """Write a drafter with the table of a model that generates text (`models.lookup.successors`) to a folder.
+    `overwrite` replaces an existing drafter. The seed is only recorded in provenance.json, since nothing is sampled.
+    Raises ValueError if the folder holds something else, or the model can't verify trees.
     """
     check_out(out, resume=False, overwrite=overwrite)
     model, processor = loading.load(str(target), **hardware)

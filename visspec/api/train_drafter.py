@@ -20,7 +20,6 @@ from torch import Tensor
 from visspec import registry
 from visspec.accept.exact import Exact
 from visspec.api import drafter_export, requests, self_prompts
-from visspec.api import dry_run as dry_runs
 from visspec.api import loading as targets
 from visspec.api.captions import default_prompt, move_inputs, process_chats, tokenizer_of
 from visspec.api.conversations import Message
@@ -62,24 +61,20 @@ def check_out(out: Path, resume: bool, overwrite: bool) -> None:
     saved, config = checkpoint(out), out / CONFIG
     if config.exists() or any(out.glob("*.safetensors*")):
         if not config.is_file() or "kind" not in read_json(out, CONFIG):
-            raise ValueError(f"out: {out} holds another model. Choose another folder")
+            raise ValueError(f"out: {out} holds another model. Choose another folder.")
     elif saved is None:
         return
     if not overwrite and not (resume and saved):
         how = "--resume or --overwrite" if saved else "--overwrite"
-        raise ValueError(f"out: {out} already holds a drafter. Choose another folder, or pass {how}")
+        raise ValueError(f"out: {out} already holds a drafter. Choose another folder, or pass {how}.")
 
 
 class Prompts:
     """Batches of requests as a pure function of their number, epoch by epoch in a seeded order.
 
-    An item that can't be read is counted by the reader and replaced by the next one in the order.
-
-    Args:
-        number_N: Numbers of the items.
-        own: Whether the data's answers replace the target's.
-        total: Number of batches of a run that begins with text only (MSD): none of the first half has pictures, then
-            more and more, all of the last fortieth.
+    An item that can't be read is counted by the reader and replaced by the next one in the order. With `own`, the
+    data's answers replace the target's. `total` is the number of batches of a run that begins with text only (MSD):
+    none of the first half has pictures, then more and more, all of the last fortieth.
     """
 
     def __init__(
@@ -118,7 +113,7 @@ class Prompts:
                 if (item := self.reader(n, pictures)) is not None:
                     found[n] = item
             if len(found) < self.rows:
-                raise ValueError(f"data: got {len(found)} items that can be read, expected the {self.rows} of a batch")
+                raise ValueError(f"data: got {len(found)} items that can be read, expected the {self.rows} of a batch.")
             try:
                 return self.inputs(list(found.values())), [item for item, _ in found.values()]
             except Exception:  # chat templates and processors may raise anything
@@ -139,7 +134,7 @@ class Prompts:
         inputs = prepare(self.processor, chats, media, self.model)
         length = inputs["input_ids"].shape[1]
         if self.context is not None and length + self.max_new_tokens > self.context:
-            raise ValueError(f"{length} + {self.max_new_tokens} tokens exceed {self.context}, the model's context")
+            raise ValueError(f"{length} + {self.max_new_tokens} tokens exceed {self.context}, the model's context.")
         return inputs
 
     def answered(self, request: Request, items: list[Item]) -> AnsweredRequest:
@@ -169,9 +164,8 @@ def prepare(processor, chats: Sequence[list[Message]], media: Sequence[list[Any]
 def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -> list[dict]:
     """Train a drafter and save the one with the best validation.
 
-    Under torchrun every process runs this, with `parallel` "ddp" or "fsdp", and trains on its own answers. A run can be
-    resumed with another number of processes if it divides the number of training batches per update: `accumulate`, or
-    the original number of processes.
+    Under torchrun every process runs this, and trains on its own answers. A run can be resumed with another number of
+    processes if it divides the training batches of an update: `accumulate`, or the original number of processes.
 
     Args:
         target: Folder or hub id of the target.
@@ -180,7 +174,7 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
         options: Fields of `DrafterTraining` and `TrainingOptions`. Defaults come from the preset.
 
     Returns:
-        The validations; for a dry run, which loads and writes nothing, its estimates.
+        The validations.
 
     Raises:
         ValueError: If an option does not fit, `out` holds something else, or a run to resume has other data or
@@ -189,33 +183,28 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     given = {**options, "target": str(target), "data": str(data), "out": Path(out)}
     asked, plan = split(given, strange=("prompts", "height", "width"))
     if asked.steps is not None and asked.epochs is not None:
-        raise ValueError(f"epochs: got {asked.epochs} and {asked.steps} steps, expected one of the two")
+        raise ValueError(f"epochs: got {asked.epochs} and {asked.steps} steps, expected one of the two.")
     check_preset(asked.preset, network_of(asked), registry.recipe(asked.preset))
     options_of(asked, plan)  # rejects bad options before work
-    resume, dry_run, rows, seed = asked.resume and not asked.dry_run, asked.dry_run, asked.rows, asked.seed
-    if not dry_run:
-        check_out(Path(out), resume, asked.overwrite)
+    resume, rows, seed = asked.resume, asked.rows, asked.seed
+    check_out(Path(out), resume, asked.overwrite)
     device, several = device_of(asked)
     read = partial(TrainingData, answers=asked.answers, ignore=asked.ignore, prompt=default_prompt(target))
     count = self_prompts.count_of(asked, several.world > 1 or device == "tp")
     items = None if count else read(data)
-    if dry_run:
-        shallow = dry_runs.PRESET_LAYERS if asked.preset else dry_runs.LAYERS
-        model, processor, whole = dry_runs.shallow(str(target), shallow, device=device, dtype=asked.dtype)
-    else:
-        how: dict[str, Any] = {"device": device, "dtype": asked.dtype, "trust_remote_code": asked.trust_remote_code}
-        model, processor = targets.load(str(target), **how)
+    how: dict[str, Any] = {"device": device, "dtype": asked.dtype, "trust_remote_code": asked.trust_remote_code}
+    model, processor = targets.load(str(target), **how)
     items = items or read(self_prompts.write(model, processor, asked, count))
     training, validating = items.hold_out(asked.eval_rows, seed)
-    network, found = of_preset(asked.preset, model, network_of(asked))
-    plan = {**found.plan, **plan}
+    network, recipe = of_preset(asked.preset, model, network_of(asked))
+    plan = {**recipe.plan, **plan}
     planned = options_of(asked, plan, min(rows, len(training)))
     resumed = resume and checkpoint(out) is not None
     lessons = lessons_of(out, resumed, planned, several)
     if asked.epochs is not None:
         steps = steps_of(asked.epochs * len(training), planned, lessons)
         planned = options_of(asked, plan, min(rows, len(training)), steps)
-    total = requests_of(planned, lessons) if found.text_first else 0
+    total = requests_of(planned, lessons) if recipe.text_first else 0
     reader, most = Reader(items, asked.max_bad, asked.max_pixels), asked.max_new_tokens
     own = asked.answers == "own"
     prompts = Prompts(model, processor, reader, training, rows, most, seed, own=own, total=total)
@@ -227,13 +216,7 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
         drafter_export.say(what_is_seen(items, len(training), len(validating), planned, lessons, asked.answers))
     if network.get("fusion") == "cross" and not resumed:
         network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
-    drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(found.kind), **network)
-    if asked.export is not None:
-        drafter.check_form(asked.export)
-    if dry_run:
-        taken = dry_runs.measure(model, drafter, prompts, planned, requests_of(planned, lessons), whole)
-        print(dry_runs.describe(taken, planned, device))
-        return [taken]
+    drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(recipe.kind), **network)
     if drafter.ids is not None and not resumed:
         recording = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
         drafter.keep(frequent(recording, prompts, drafter.config.draft_vocab, GROUP))
@@ -261,21 +244,19 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     if several.rank == 0 and device != "tp" and asked.structure is None and len(validating) >= LEAST:
         each = [Prompts(model, processor, reader, n, 1, min(most, TOKENS), seed) for n in validating[:MOST].split(1)]
         chosen = choose(model, trainer.folder, each, held_out)
-    drafter_export.finish(trainer, history, model, len(validating), asked.export, chosen=chosen)
+    drafter_export.finish(trainer, history, len(validating), chosen=chosen)
     return history
 
 
 def device_of(asked: DrafterTraining) -> tuple[str, SingleProcess]:
     """Return the device of a run, and its processes."""
     device = asked.device if asked.device in targets.SPREAD else targets.resolve_device(asked.device)
-    several = workers(asked.parallel, device)
+    several = workers(device)
     return str(several.device) if several.world > 1 and device != "cpu" else device, several
 
 
 def split(options: Mapping[str, Any], strange: Collection[str] = ()) -> tuple[DrafterTraining, dict[str, Any]]:
-    """Split the options of a run from those of the training itself. Raises ValueError for others, and for those of
-    `strange`, which this kind of drafter does not have.
-    """
+    """Split the options of a run from those of the training. Raises ValueError for unknown or unsupported ones."""
     own, plan = ({f.name for f in fields(kind)} for kind in (DrafterTraining, TrainingOptions))
     if unknown := sorted({*options} - ((own | plan) - {*strange})):
         raise ValueError(f"{unknown[0]}: This run has no such option. --data trains for text, --prompts for images.")
@@ -306,11 +287,9 @@ def lessons_of(out: str | Path, resumed: bool, options: TrainingOptions, several
 
 
 def keep_answers(trainer: Trainer, folder: str | Path, settings: dict[str, Any], requests: int) -> None:
-    """Give a run a store for `requests` requests, and print its size. Raises ValueError if the disk has too little
-    space or the folder can't be used.
-    """
+    """Give a run a store for `requests` requests, and print its size. Raises ValueError if it does not fit."""
     if Path(folder).resolve() == trainer.folder.resolve():
-        raise ValueError(f"store: {folder} is the folder of the drafter. Choose another one")
+        raise ValueError(f"store: {folder} is the folder of the drafter. Choose another one.")
     target, prompts, device = trainer.target, trainer.prompts, next(trainer.head.parameters()).device
     trainer.store = Store(folder, settings, lambda: target.law(prompts(0)), device)
     if trainer.workers.rank == 0:
@@ -358,9 +337,7 @@ def fresh_or_resumed(
 
 
 def train(trainer: Trainer, resume: bool) -> list[dict]:
-    """Run a trainer and show its progress, with a JSON line every hundred steps. The drafter is saved in its folder,
-    its curves in `run/curves.html` there.
-    """
+    """Run a trainer and show its progress. Saves the drafter, and its curves in `run/curves.html`."""
     first, run = trainer.workers.rank == 0, trainer.folder / RUN
     if resume:
         trainer.resume()
@@ -373,7 +350,7 @@ def train(trainer: Trainer, resume: bool) -> list[dict]:
             if first and (entry["step"] % 100 == 0 or "tau_sampled" in entry):
                 bar.write(json.dumps(entry), sys.stdout)
 
-        found = trainer.run(report, lambda count, of: bar.update(trainer.step, {"answers": f"{count}/{of}"}))
+        history = trainer.run(report, lambda count, of: bar.update(trainer.step, {"answers": f"{count}/{of}"}))
     if first and trainer.curve:
         training.write_page(run / "curves.html", trainer.progress(), trainer.provenance)
-    return found
+    return history

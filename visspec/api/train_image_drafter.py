@@ -42,7 +42,7 @@ from visspec.train.loop import Trainer, checkpoint
 from visspec.types import Request
 
 EVAL_ROWS = 16  # number of prompts for validation
-TEXT_ONLY = "answers ignore epochs max_new_tokens max_pixels max_bad export dry_run".split()  # options
+TEXT_ONLY = "answers ignore epochs max_new_tokens max_pixels max_bad".split()  # options
 TEXT_ONLY += "image_latents draft_vocab block images structure".split()
 USE = """from visspec import ImagePipeline
 
@@ -97,11 +97,11 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
     """
     asked, plan = split({"eval_rows": EVAL_ROWS, **options, "target": str(target), "out": Path(out)}, TEXT_ONLY)
     name, prompts, rows, seed = asked.preset or "image-eagle", asked.prompts, asked.rows, asked.seed
-    found, network = registry.recipe(name, "codes"), network_of(asked)
-    check_preset(name, network, found)
+    recipe, network = registry.recipe(name, "codes"), network_of(asked)
+    check_preset(name, network, recipe)
     if prompts is None and target not in included.table().models:
         raise ValueError("prompts: got none. Pass --prompts FILE with a prompt on each line, or --data for text.")
-    planned = options_of(asked, {**found.plan, **plan})
+    planned = options_of(asked, {**recipe.plan, **plan})
     check_out(Path(out), asked.resume, asked.overwrite)
     device, several = device_of(asked)
     texts = None if prompts is None else sources.texts(prompts)
@@ -112,13 +112,13 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
         pipe = ImagePipeline.from_pretrained(where, device=device, dtype=asked.dtype, trust_remote_code=remote)
     family = pipe.family
     if family.draws != "codes":
-        raise ValueError(f"target: {family.name} draws {family.draws}, expected one that draws code after code")
+        raise ValueError(f"target: {family.name} draws {family.draws}, expected one that draws code after code.")
     texts = texts or [row["prompt"] for row in included.scenes(None, pipe.processor, "prompts").prompts()]
     layout = family.layout(asked.height, asked.width)
     grid = {"rows": layout.grid[0], "columns": layout.positions // layout.grid[0]}
     resumed = asked.resume and checkpoint(out) is not None
-    lessons, kind = lessons_of(out, resumed, planned, several), registry.drafter_class(found.kind)
-    drafter = fresh_or_resumed(family, out, resumed, seed, kind, **{**found.network, **grid, **network})
+    lessons, kind = lessons_of(out, resumed, planned, several), registry.drafter_class(recipe.kind)
+    drafter = fresh_or_resumed(family, out, resumed, seed, kind, **{**recipe.network, **grid, **network})
     eval_rows = asked.eval_rows
     digest = f"{len(texts)} prompts, sha256 {hashlib.sha256(chr(10).join(texts).encode()).hexdigest()[:16]}"
     shared = {"target": Path(where).name, "data": digest, "answers": "target", "dtype": str(pipe.model.dtype), **grid}
@@ -145,5 +145,5 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
         settings = {**shared, "batch": rows, "seed": seed}
         keep_answers(trainer, asked.store, settings, requests_of(planned, lessons))
     history = train(trainer, asked.resume)
-    drafter_export.finish(trainer, history, pipe.model, held, use=USE)
+    drafter_export.finish(trainer, history, held, use=USE)
     return history

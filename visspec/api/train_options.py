@@ -68,13 +68,8 @@ class DrafterTraining(HardwareOptions):
     max_bad: Count = option("number of unreadable items to skip, in each process", 100)
     save_every: Positive = option("steps between checkpoints", 200)
     keep: Positive = option("number of checkpoints to keep in addition to the best one", 1)
-    export: str | None = option("also write OUT/FORM for other engines: eagle3, dflash, speculators, ...", None)
     store: Path | None = option(
         "folder to store the target's answers in, for this and later runs", None, writes="folder"
     )
-    parallel: str | None = option(
-        "with torchrun: copy (ddp) or shard (fsdp) the drafter's weights", None, choices=["ddp", "fsdp"]
-    )
-    dry_run: bool = option("estimate memory and time from the target's configuration, without training", False)
     resume: bool = option("continue the run in --out, if there is one", False)
     overwrite: bool = option("replace a drafter that is already in --out", False)

@@ -1,21 +1,16 @@
 """Training data: items that are read on demand, in an order that only depends on a seed.
 
-An item is a prompt of a record: all turns before one of its answers, which comes from the target or from the data. Only
-the locations of records are kept in memory.
+An item is a prompt of a record: all turns before one of its answers, which comes from the target or from the data.
+Images stay on disk until they are needed, and so do records, except those of a JSON array.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 import tarfile
 from array import array
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,14 +22,12 @@ from visspec.api import sources
 from visspec.api.captions import PROMPT
 from visspec.api.conversations import ArchiveMember, Conversation, Media, conversation_of
 from visspec.io import images
+from visspec.io.checkpoint import first_line
 from visspec.io.files import loads
 from visspec.io.images import MAX_PIXELS, read_image
 from visspec.io.videos import SUFFIXES, Clip, open_media
 
 ANSWERS = ("target", "own")
-CHUNK = 1 << 20  # bytes of a JSON array read at once
-WINDOW = 4  # row groups of parquet that are shuffled, and kept in memory, together
-LARGEST_GROUP = 1 << 30  # maximum bytes of a row group
 HELD_OUT = 0.05  # share of the records used for validation, at least one
 
 Entry = Mapping[str, Any]
@@ -45,30 +38,23 @@ Entry = Mapping[str, Any]
 
 @dataclass
 class Records:
-    """`count` records, read by number.
-
-    Args:
-        count: Number of records.
-        read: Returns the entry of a number.
-        name: Returns the name of a number for error messages.
-        folder: Where relative paths start.
-        groups: First numbers of groups of records that are read together.
+    """`count` records. `read` returns the entry of a number, `name` its name for messages. Relative paths start at
+    `folder`.
     """
 
     count: int
     read: Callable[[int], Entry]
     name: Callable[[int], str]
     folder: Path = Path()
-    groups: Sequence[int] = (0,)
 
 
 def of_files(source: str, ignore: Collection[str]) -> Records:
     """Read images and videos of a folder, a glob, or one file."""
-    found = [record for record in sources.records([source]) if not record.passed_over]
-    for record in found:
+    files = [record for record in sources.records([source]) if not record.passed_over]
+    for record in files:
         if record.error is not None:
             raise ValueError(record.error)
-    names = [str(record.image) for record in found]
+    names = [str(record.image) for record in files]
 
     def read(number: int) -> Entry:
         return {"video" if Path(names[number]).suffix.lower() in SUFFIXES else "image": names[number]}
@@ -77,141 +63,82 @@ def of_files(source: str, ignore: Collection[str]) -> Records:
 
 
 def of_lines(source: str, ignore: Collection[str]) -> Records:
-    """Read JSON lines, or the elements of a JSON array."""
-    path, starts, ends = Path(source), array("q"), array("q")
-    for start, end in _elements(path):
-        starts.append(start)
-        ends.append(end)
+    """Read JSON lines, or the elements of a JSON array, which is read whole."""
+    path, starts, at = Path(source), array("q"), 0
+
+    def name(number: int) -> str:
+        return f"line {number + 1} of {path}"
+
+    with open(path, "rb") as file:
+        for line in file:
+            if not starts and line.lstrip().startswith(b"["):
+                entries = loads(path.read_bytes())
+                return Records(len(entries), entries.__getitem__, name, path.parent)
+            if line.strip():
+                starts.append(at)
+            at += len(line)
 
     def read(number: int) -> Entry:
         with open(path, "rb") as file:
             file.seek(starts[number])
-            return loads(file.read(ends[number] - starts[number]))
+            return loads(file.readline())
 
-    return Records(len(starts), read, lambda number: f"line {number + 1} of {path}", path.parent)
-
-
-def _elements(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield the spans of the elements of a JSON array, or of the lines of another file. The file is read as Latin-1, in
-    which a byte is a character, since the syntax of JSON is ASCII.
-    """
-    decode, blank = json.JSONDecoder().raw_decode, re.compile(r"[\s,]*")
-    with open(path, "rb") as file:
-        text, base = file.read(CHUNK).decode("latin-1"), 0
-        at = len(text) - len(text.lstrip())
-        if text[at : at + 1] != "[":
-            file.seek(0)
-            for line in file:
-                base += len(line)
-                if line.strip():
-                    yield base - len(line), base
-            return
-        at += 1
-        while True:
-            at = blank.match(text, at).end()  # type: ignore[union-attr]
-            try:
-                if text[at : at + 1] == "]":
-                    return
-                _, end = decode(text, at)
-            except ValueError:
-                more = file.read(max(CHUNK, len(text))) if len(text) <= sources.LARGEST else b""
-                if not more:
-                    raise ValueError(f"got no JSON behind byte {base + at}, expected an array") from None
-                text, base, at = text[at:] + more.decode("latin-1"), base + at, 0
-            else:
-                yield base + at, base + end
-                at = end
+    return Records(len(starts), read, name, path.parent)
 
 
 def of_shard(source: str, ignore: Collection[str]) -> Records:
     """Read a tar in the layout of webdataset, as `sources.of_tar` does. Files stay in the tar until they are needed."""
-    path, width, last = Path(source), 2 * len(sources.PARTS), None
-    places = array("q")  # per record: offset and size of every part, or -1
+    path, found = Path(source), dict[str, dict[str, ArchiveMember]]()
     with tarfile.open(path, "r:") as shard:
-        while (member := shard.next()) is not None:
-            shard.members.clear()  # type: ignore[attr-defined]  # it would remember them all
-            folder, _, file = member.name.rpartition("/")
-            stem, _, suffix = file.partition(".")
+        for member in shard:
+            suffix = member.name.rpartition("/")[2].partition(".")[2]
             if not member.isfile() or suffix in ignore:
                 continue
             kind = "image" if f".{suffix.lower()}" in images.SUFFIXES else suffix
             if kind not in sources.PARTS or member.issparse() or member.size > sources.LARGEST:
                 raise ValueError(f"got {member.name}, expected it to be an image, .json, .prompt or among --ignore")
-            if (folder, stem) != last:
-                places.extend([-1] * width)
-                last = folder, stem
-            at = len(places) - width + 2 * sources.PARTS.index(kind)
-            if places[at] >= 0:
+            parts = found.setdefault(member.name.removesuffix(f".{suffix}"), {})
+            if kind in parts:
                 raise ValueError(f"got {member.name}, expected one {kind} of a name")
-            places[at], places[at + 1] = member.offset_data, member.size
-
-    def members(number: int) -> dict[str, ArchiveMember]:
-        own = places[width * number : width * (number + 1)].tolist()
-        found = zip(sources.PARTS, own[::2], own[1::2])
-        return {kind: ArchiveMember(path, offset, size) for kind, offset, size in found if offset >= 0}
+            parts[kind] = ArchiveMember(path, member.offset_data, member.size)
+    names = list(found)
 
     def read(number: int) -> Entry:
-        found = members(number)
-        entry = loads(found["json"].read()) if "json" in found else {}
+        parts = found[names[number]]
+        entry = loads(parts["json"].read()) if "json" in parts else {}
         if not isinstance(entry, dict):
             raise ValueError("got a .json that is not an object")
         entry = {name: value for name, value in entry.items() if name not in ("image", "images")}
-        if "prompt" in found:
-            entry["prompt"] = found["prompt"].read().decode(errors="replace").strip()
-        return entry | ({"image": found["image"]} if "image" in found else {})
+        if "prompt" in parts:
+            entry["prompt"] = parts["prompt"].read().decode(errors="replace").strip()
+        return entry | ({"image": parts["image"]} if "image" in parts else {})
 
-    def name(number: int) -> str:
-        """Return the name in the header of its first file, which has at most 100 bytes."""
-        first = next(iter(members(number).values()))
-        header = ArchiveMember(path, first.offset - tarfile.BLOCKSIZE, 100).read()
-        return f"{header.partition(bytes(1))[0].decode(errors='replace')} of {path}"
-
-    return Records(len(places) // width, read, name)
-
-
-def of_parquet(source: str, ignore: Collection[str]) -> Records:
-    """Read rows of parquet. The most recent row groups are kept in memory."""
-    file = sources.need("pyarrow.parquet", source).ParquetFile(source)
-    sizes = [file.metadata.row_group(n) for n in range(file.metadata.num_row_groups)]
-    if (large := max((group.total_byte_size for group in sizes), default=0)) > LARGEST_GROUP:
-        raise ValueError(f"got a row group of {large} bytes, expected at most {LARGEST_GROUP} (row_group_size=100)")
-    *groups, count = accumulate((group.num_rows for group in sizes), initial=0)
-    table = lru_cache(WINDOW)(file.read_row_group)
-
-    def read(number: int) -> Entry:
-        group = bisect_right(groups, number) - 1
-        return table(group).slice(number - groups[group], 1).to_pylist()[0]
-
-    return Records(count, read, partial(row_name, source), Path(source).parent, groups)
+    return Records(len(names), read, lambda number: f"{names[number]} of {path}")
 
 
 def of_dataset(source: str, ignore: Collection[str]) -> Records:
-    """Read a data set of the library `datasets`, which maps its files into memory: hf:NAME[:SPLIT] (default: train; it
-    is downloaded whole), or a folder written by `save_to_disk`.
+    """Read parquet or a data set of the library `datasets`: hf:NAME[:SPLIT] (default: train), or a folder written by
+    `save_to_disk`. The library maps files into memory; it keeps copies of parquet files and of downloads.
     """
-    found = sources.open_dataset(source, streaming=False)
-    rows = found.with_format("arrow")  # does not decode images
-    return Records(len(found), lambda n: rows[n : n + 1].to_pylist()[0], partial(row_name, source))
-
-
-def row_name(source: str, number: int) -> str:
-    return f"row {number + 1} of {source}"
+    rows = sources.open_dataset(source, streaming=False).with_format("arrow")  # does not decode images
+    folder = Path() if sources.is_dataset(source) else Path(source).parent
+    return Records(len(rows), lambda n: rows[n : n + 1].to_pylist()[0], lambda n: f"row {n + 1} of {source}", folder)
 
 
 def records_of(data: str, ignore: Collection[str] = ()) -> Records:
     """Return the records of a folder, a glob, a file or hf:NAME. Raises ValueError if there are none."""
     path = Path(data)
-    kinds = {".jsonl": of_lines, ".json": of_lines, ".parquet": of_parquet, ".tar": of_shard}
+    kinds = {".jsonl": of_lines, ".json": of_lines, ".parquet": of_dataset, ".tar": of_shard}
     kind = kinds.get(path.suffix.lower()) if path.is_file() else None
     if kind is None and not path.exists() and sources.is_plain(data):
         raise ValueError(f"data: {path} is neither a folder nor a file, expected a folder of images or a JSONL file")
     try:
-        found = (of_dataset if sources.is_dataset(data) else kind or of_files)(data, ignore)
-    except (ValueError, OSError, tarfile.TarError) as error:
-        raise ValueError(f"data: {path}: {str(error).splitlines()[0]}") from None
-    if not found.count:
+        records = (of_dataset if sources.is_dataset(data) else kind or of_files)(data, ignore)
+    except Exception as error:  # of tarfile and `datasets` as well
+        raise ValueError(f"data: {path}: {first_line(error)}") from error
+    if not records.count:
         raise ValueError(f"data: {path} holds no line, expected JSONL of {{image, prompt}}")
-    return found
+    return records
 
 
 # --- items ------------------------------------------------------------------------------------------------------------
@@ -225,16 +152,9 @@ class Item(NamedTuple):
 
 
 class TrainingData:
-    """The items of data, read on demand.
-
-    All records are read once at the start, without images. Raises ValueError if one can't be used.
-
-    Args:
-        data: A folder, a glob, a file or hf:NAME.
-        answers: "target" makes an item of every place at which the user waits for an answer, "own" of every answer in
-            the data.
-        ignore: Fields or files to ignore.
-        prompt: The prompt of records that have none.
+    """The items of data, read on demand. All records are read once at the start, without images. Raises ValueError if
+    one can't be used. With answers "target" every place where the user waits for an answer is an item, with "own" every
+    answer in the data. `prompt` is used for records that have none.
     """
 
     def __init__(self, data: str | Path, answers: str = "target", ignore: Collection[str] = (), prompt: str = PROMPT):
@@ -286,17 +206,8 @@ class TrainingData:
         return (~held_N).nonzero()[:, 0], held_N.nonzero()[:, 0][:most]
 
     def shuffle(self, number_N: Tensor, seed: int) -> Tensor:
-        """Return items in a seeded order. Records that are read in groups are shuffled `WINDOW` random groups at a
-        time.
-        """
-        generator = torch.Generator().manual_seed(seed)
-        number_N = number_N[torch.randperm(len(number_N), generator=generator)]
-        groups_G = torch.tensor(self.records.groups)
-        if len(groups_G) == 1:
-            return number_N
-        place_G = torch.randperm(len(groups_G), generator=generator)
-        group_N = torch.searchsorted(groups_G, torch.tensor(self.record)[number_N], right=True) - 1
-        return number_N[(place_G[group_N] // WINDOW).argsort(stable=True)]
+        """Return items in a seeded order."""
+        return number_N[torch.randperm(len(number_N), generator=torch.Generator().manual_seed(seed))]
 
 
 def name_of(media: Media) -> str | int:
@@ -307,14 +218,14 @@ def name_of(media: Media) -> str | int:
 def read_media(media: Media, max_pixels: int | None = None) -> Image.Image | Clip:
     """Read a picture or a video's frames, scaled down to `max_pixels`. Raises ValueError or OSError if it can't."""
     if isinstance(media, Path):
-        found = open_media(media)
+        opened = open_media(media)
     else:
-        found = read_image(media.read() if isinstance(media, ArchiveMember) else media, "data", MAX_PIXELS)
+        opened = read_image(media.read() if isinstance(media, ArchiveMember) else media, "data", MAX_PIXELS)
     if max_pixels is None:
-        return found
-    if isinstance(found, Clip):
-        return replace(found, frames=[shrink(frame, max_pixels) for frame in found.frames])
-    return shrink(found, max_pixels)
+        return opened
+    if isinstance(opened, Clip):
+        return replace(opened, frames=[shrink(frame, max_pixels) for frame in opened.frames])
+    return shrink(opened, max_pixels)
 
 
 def shrink(image: Image.Image, max_pixels: int) -> Image.Image:

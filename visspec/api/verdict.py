@@ -57,9 +57,9 @@ def decide(
             "likelihoods" [b][a], the mean log-probability of draft a's answer under model b, or None.
     """
     if len(members) < 2:
-        raise ValueError(f"drafts: got {len(members)}, expected two models or more")
+        raise ValueError(f"drafts: got {len(members)}, expected two models or more.")
     if not 1 <= keep <= len(members):
-        raise ValueError(f"keep: got {keep!r}, expected a whole number from 1 to {len(members)}, the drafts")
+        raise ValueError(f"keep: got {keep!r}, expected a whole number from 1 to {len(members)}, the drafts.")
     drafts: list[dict[str, Any]] = []
     for member in members:
         text, error = "", "got no answer"
@@ -109,8 +109,8 @@ def likelihood(member: Member, image: Image.Image, question: str, answer: str) -
     if "logits_to_keep" in signature(model.forward).parameters:
         batch["logits_to_keep"] = count + 1
     logits_1NV = model(**batch).logits[:, -count - 1 : -1]
-    found = -float(F.cross_entropy(logits_1NV[0].float(), ids[0]))
-    return found if math.isfinite(found) else None
+    mean = -float(F.cross_entropy(logits_1NV[0].float(), ids[0]))
+    return mean if math.isfinite(mean) else None
 
 
 def disagreement(table: Sequence[Sequence[float | None]]) -> list[float | None]:

@@ -39,11 +39,11 @@ def run(arguments: Options) -> None:
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
     options |= {"temperature": arguments.temperature} if arguments.temperature else {}
     asked: dict[str, Any] = {"seed": arguments.seed, "keep": arguments.keep or min(3, len(members))}
-    found = verdict.decide(members, judge, image, arguments.question, **asked, **options)
-    for draft in found["drafts"]:
+    result = verdict.decide(members, judge, image, arguments.question, **asked, **options)
+    for draft in result["drafts"]:
         score = "-" if draft["score"] is None else f"{draft['score']:.3f}"
         print(f"{'*' if draft['chosen'] else ' '} {draft['name']} ({score}): {draft['error'] or draft['answer']}")
-    print(found["answer"])
-    print(f"guarantee: {found['guarantee']}")
-    record = found | asked | {"question": arguments.question, "model": arguments.model, "image": str(arguments.image)}
+    print(result["answer"])
+    print(f"guarantee: {result['guarantee']}")
+    record = result | asked | {"question": arguments.question, "model": arguments.model, "image": str(arguments.image)}
     write_json(arguments.json, record | {"sampling": options, "provenance": provenance(judge.fast.model)})

@@ -11,9 +11,7 @@ from visspec.io.options import HardwareOptions, Positive, Seed, Temperature, opt
 
 
 def read_options(arguments: argparse.Namespace, record: type) -> Any:
-    """Convert parsed arguments to the dataclass of a command. Raises ValueError, before any work, for a file or folder
-    that can't be written, or a model that can't be found.
-    """
+    """Convert parsed arguments to a command's dataclass. Raises ValueError for unusable paths and models."""
     options = record(**{one.name: getattr(arguments, one.name) for one in fields(record)})
     for one in fields(record):
         if one.name in ("model", "target", "image_model") and getattr(options, one.name):

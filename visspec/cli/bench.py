@@ -73,8 +73,8 @@ def measured_on(model: PreTrainedModel, **more: Any) -> dict[str, Any]:
 
 def compilations(setup: DecodingSetup) -> dict[str, Any]:
     """Return whether passes ran compiled, and the number of graphs after a warm-up, including the drafter's."""
-    target, found = setup.target.passes, setup.passes
-    counts = {"graphs": sum(p.graphs for p in found), "recompilations": sum(p.late for p in found)}
+    target, passes = setup.target.passes, setup.passes
+    counts = {"graphs": sum(p.graphs for p in passes), "recompilations": sum(p.late for p in passes)}
     return {"compiled": target is not None and not target.refused, **counts}
 
 
@@ -130,9 +130,7 @@ def in_turns(items: Iterable[Item], category: Callable[[Item], str]) -> list[Ite
 
 
 def readable(records: RecordStream) -> Iterator[tuple[Any, Record]]:
-    """Yield images of records, alternating between categories if their number is known. Unreadable images are reported
-    on stderr and skipped.
-    """
+    """Yield images of records, alternating between categories. Unreadable ones are reported and skipped."""
     for record in records if records.total is None else in_turns(records, lambda one: one.category):
         try:
             if record.error is not None:
@@ -146,15 +144,11 @@ def readable(records: RecordStream) -> Iterator[tuple[Any, Record]]:
 def throughput(
     fast: Accelerated, groups: Sequence[Sequence], batches: Sequence, warm: Sequence, options: dict[str, Any]
 ) -> dict[str, float]:
-    """Return the images or prompts per second of a stream, and the ratio to transformers' generate in batches of as
-    many rows.
+    """Return the inputs per second of a stream, and the ratio to transformers' generate in batches of as many rows.
 
-    Args:
-        fast: An accelerated model that has not decoded any of the inputs.
-        groups: Inputs one by one, in groups of as many as there are slots. They are measured in up to `PARTS` parts of
-            several groups, each once, because drafters remember answers.
-        batches: The same inputs as one batch per group, as (index, inputs).
-        warm: Batches of other inputs.
+    `groups` have as many inputs as there are slots, `batches` the same as (index, inputs). They are measured in up to
+    `PARTS` parts of several groups, each once and none before, because drafters remember answers. `warm` are other
+    batches.
     """
     slots, model, parts = len(groups[0]), cast(Any, fast.model), min(PARTS, max(len(groups) // PART_GROUPS, 1))
     list(fast.stream((inputs for _, inputs in warm), slots=slots, **options))
@@ -211,9 +205,7 @@ def table(
     left: Iterable[str] = (),
     whole: Iterable[str] | None = None,
 ) -> Table:
-    """Return a rich table for the terminal. The first column and those in `left` are left-aligned; those in `whole`
-    (default: the same) are not wrapped.
-    """
+    """Return a rich table. Columns in `left` are left-aligned; those in `whole` are not wrapped."""
     view = Table(title=title, caption=caption)
     left = {next(iter(columns)), *left}
     whole = left if whole is None else set(whole)

@@ -63,15 +63,15 @@ def run(arguments: Options) -> None:
         arguments.check_scenes(model, "--images")
     most = arguments.count + WARMUP * arguments.batch_size
     data = bench_data.read(arguments.data, arguments.count) if arguments.data else None
-    found = sources.records(arguments.images) if arguments.images and data is None else None
+    records = sources.records(arguments.images) if arguments.images and data is None else None
     model, processor = loading.load(arguments.model, needs_pictures=True, **arguments.hardware)
     small = None if arguments.model else included.made_for("assistant", model)
     assistant = loading.load(str(included.folder(small)))[0] if small and included.present(small) else None
     images: Sequence[Any]
     if data is not None:
         images = [[*map(open_image, prompt.images)] for prompt in data]
-    elif found is not None:
-        items = list(islice(readable(found), most))
+    elif records is not None:
+        items = list(islice(readable(records), most))
         images = [image for image, _ in items]
         request = arguments.prompt or default_prompt(arguments.model or included.text_model())
         data = [Prompt(record.category, record.prompt or request, []) for _, record in items[: arguments.count]]
@@ -105,7 +105,7 @@ def bench_caption(
         data: A prompt for each image or list of images; the record then has categories.
 
     Returns:
-        The JSON object of docs/evaluate.md for the first drafter. With several, `rows` has one for each.
+        The JSON object of docs/results.md for the first drafter. With several, `rows` has one for each.
     """
     request = arguments.prompt or (default_prompt(arguments.model) if arguments.model else PROMPT)
     asked = [request] * len(images) if data is None else [prompt.text for prompt in data]
@@ -223,9 +223,9 @@ def texts(runs: Sequence[speed.ArmRun], tokenizer) -> list[list[tuple[str, str]]
 
 def thumbnails(runs: Sequence[speed.ArmRun], groups: Sequence[Sequence]) -> list[str | None]:
     """Return the pictures of `texts`, in order, as small PNGs in base64; None for anything but a PIL image."""
-    shown = [image for run in runs[:TEXTS] for image, _ in zip(groups[run.prompt], run.tokens)]
-    shown = [(image or [None])[0] if isinstance(image, list) else image for image in shown]
-    return [small_png(image) if isinstance(image, Image.Image) else None for image in shown[:TEXTS]]
+    pictures = [image for run in runs[:TEXTS] for image, _ in zip(groups[run.prompt], run.tokens)]
+    pictures = [(image or [None])[0] if isinstance(image, list) else image for image in pictures]
+    return [small_png(image) if isinstance(image, Image.Image) else None for image in pictures[:TEXTS]]
 
 
 AGAINST_STOCK: dict[str, Cell] = {
@@ -258,12 +258,12 @@ def views(record: dict[str, Any]) -> list[Table]:
         caption += f"\n{said}"
     title = f"{record['n_prompts']} images, batch {record['batch_size']}, temperature {record['temperature']}"
     rows = [{"name": name, "compared": record["compared"], **row} for name, row in record["baselines"].items()]
-    found = [table(title, rows, COLUMNS, caption)]
+    tables = [table(title, rows, COLUMNS, caption)]
     if "rows" in record:
         rows = [{"name": row["drafter"], **row} for row in record["rows"]]
-        found.append(table("drafters", rows, {"drafter": "{name}", **AGAINST_STOCK}))
+        tables.append(table("drafters", rows, {"drafter": "{name}", **AGAINST_STOCK}))
     if "categories" in record:
         left = f"; {n} later turns are skipped" if (n := record["turns_left_out"]) else ""
         rows = [{"name": name or "(none)", **row} for name, row in record["categories"].items()]
-        found.append(table(f"prompts by category{left}", rows, {"category": "{name}", **AGAINST_STOCK}))
-    return found
+        tables.append(table(f"prompts by category{left}", rows, {"category": "{name}", **AGAINST_STOCK}))
+    return tables

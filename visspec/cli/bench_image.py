@@ -95,7 +95,7 @@ def run(arguments: Options) -> None:
         texts = [row["prompt"] for row in spread(scenes.prompts(), arguments.count, tasks)]
         judges = by_detector(scenes, quality, tasks) if quality else None
     else:
-        texts = read_prompts(arguments.prompts, max(arguments.count, quality))
+        texts = sources.texts(arguments.prompts)
         if photos is not None and quality:
             device = resolve_device(arguments.device)
             judges = by_photos(texts[:quality], photos, arguments.extractor, arguments.clip, device)
@@ -111,37 +111,27 @@ def run(arguments: Options) -> None:
     arguments.end(record, view(record))
 
 
-def read_prompts(file: Path, count: int) -> list[str]:
-    """Return the first `count` prompts of a file. Raises ValueError if there are none."""
-    found = [record.prompt for record in sources.prompts(file) if record.prompt][:count]
-    if not found:
-        raise ValueError(f"--prompts: {file} has no prompt, expected one per line.")
-    return found
-
-
 def parse_method(method: str, draws: str, model: PreTrainedModel | None = None) -> tuple[str, str]:
-    """Return a method's name and "drafter/rule[/order]", from the name of a preset or from
-    "name=drafter/rule[/order]".
-    """
+    """Return a method's name and "drafter/rule[/order]", from a preset or "name=drafter/rule[/order]"."""
     name, equals, pair = method.partition("=")
     if not equals:
         return Path(name).stem, str(registry.preset(name, draws, model))
     if "/" not in pair:
-        raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance[/order]")
+        raise ValueError(f"--method: got {method}, expected a preset or name=drafter/acceptance[/order].")
     return name, pair
 
 
 def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
     """Return the presets that fit this model, and report why others don't."""
-    found = {}
+    selection = {}
     for name, method in methods.items():
         try:
             pipe.setup(**as_arguments(method))
         except ValueError as error:
             print(f"left out: {name} ({error})")
         else:
-            found[name] = method
-    return found
+            selection[name] = method
+    return selection
 
 
 def check_methods(pipe: ImagePipeline, methods: Mapping[str, str]) -> None:

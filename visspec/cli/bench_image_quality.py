@@ -75,9 +75,9 @@ def by_photos(texts: Sequence[str], photos: Path, extractor: str, clip: str, dev
     try:
         count = len(image_files(photos))
     except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"--reference: got {photos}, expected a folder of photographs ({error})") from None
+        raise ValueError(f"--reference: got {photos}, expected a folder of photographs ({error}).") from None
     if count < 4 or len(texts) < 2:
-        raise ValueError(f"--reference: got {count} photographs and {len(texts)} prompts, expected at least 4 and 2")
+        raise ValueError(f"--reference: got {count} photographs and {len(texts)} prompts, expected at least 4 and 2.")
     if count != len(texts):
         what = "a distance depends on both counts, so only compare rows of one table"
         print(f"visspec: {len(texts)} images per method against {count} photographs; {what}", file=sys.stderr)
@@ -120,10 +120,10 @@ def judge(
             root = Path(folder or spare) / line["name"]
             drawn = draw(*arms[line["name"]], judges.prompts, options, seed, root)
             reference = reference or judges.reference(open_image(drawn[0][0]).width)
-            found, verdicts = judges.score(root, drawn)
+            fields, verdicts = judges.score(root, drawn)
             table = features.read_features(root, extractor)
             distance = fid.compare(table, reference, extractor)
-            line |= found | {"quality_n": len(judges.prompts), "fd": distance["value"], "fd_name": distance["name"]}
+            line |= fields | {"quality_n": len(judges.prompts), "fd": distance["value"], "fd_name": distance["name"]}
             line["fd_noise_floor"] = distance["noise_floor_here"]
             line["fd_ratio"] = line["fd"] / record["rows"][0]["fd"]  # the first row is plain decoding
             plain = table.features if plain is None else plain
@@ -137,9 +137,9 @@ def scores(summary: dict[str, Any]) -> dict[str, Any]:
     """Return GenEval and strict with their intervals."""
     tasks = summary["tasks"].values()
     right = [(task["correct"], task["images"]) for task in tasks]
-    found = {"geneval": summary["overall"], "geneval_ci95": intervals.of_mean_share(right)}
+    fields = {"geneval": summary["overall"], "geneval_ci95": intervals.of_mean_share(right)}
     exactly = [(task["strict"] * task["images"], task["images"]) for task in tasks]
-    return found | {"strict": summary["strict"], "strict_ci95": intervals.of_mean_share(exactly)}
+    return fields | {"strict": summary["strict"], "strict_ci95": intervals.of_mean_share(exactly)}
 
 
 def record_image(path: Path, picture: RecordImage, home: Path | None) -> RecordImage:
@@ -177,9 +177,7 @@ def prepare_folder(
 
 
 def draw(pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: int, root: Path) -> list[Drawn]:
-    """Draw the images that a folder lacks, each with a JSON file of the map of its tokens. Raises as
-    `prepare_folder`.
-    """
+    """Draw the images that a folder lacks, each with a JSON file of its token map. Raises as `prepare_folder`."""
     entries = prepare_folder(pipe, method, prompts, options, seed, root)
     whole = not pipe.setup(**as_arguments(method)).order.raster
     missing = [entry for entry in entries if not entry[0].exists()]

@@ -43,7 +43,7 @@ def run(arguments: Options) -> None:
 
 @torch.inference_mode()
 def bench_kernels(device: torch.device) -> dict[str, Any]:
-    """Return the JSON object of docs/evaluate.md: a row for each kernel file with a `bench_case`."""
+    """Return the JSON object of docs/results.md: a row for each kernel file with a `bench_case`."""
     makers = {name: getattr(import_module(f"visspec.kernels.{name}"), "bench_case", None) for name in kernels.FILES}
     cases: dict[str, BenchCase] = {name: make(str(device)) for name, make in makers.items() if make}
     rows = []

@@ -126,7 +126,7 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
     """
     prompt, new, levels = arguments.prompt, arguments.max_new_tokens, arguments.levels
     if new < 2:
-        raise ValueError(f"max_new_tokens: got {new}, expected at least 2")
+        raise ValueError(f"max_new_tokens: got {new}, expected at least 2.")
     rows, where, failures = [], {}, []
     for name in arguments.sizes:
         size = SIZES[name]._replace(**_fitting(SIZES[name], arguments.changes))
@@ -135,8 +135,8 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
         for batch in tqdm(arguments.batch, desc=f"bench sizes {name}", leave=False):
             try:
                 case: Any = SizeCase(model, batch, prompt, new, levels, arguments.compile, arguments.attention)
-                found = case.rows(arguments.acceptance, arguments.repeats)
-                rows += [{"size": name, "layers": size.layers} | row for row in found]
+                results = case.rows(arguments.acceptance, arguments.repeats)
+                rows += [{"size": name, "layers": size.layers} | row for row in results]
             except RuntimeError as error:  # mostly out of memory; results so far are kept
                 failures.append(f"{name}, batch {batch}: {error}")
             case = None
@@ -151,7 +151,6 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
 
 
 def _fitting(size: Size, changes: dict[str, int]) -> dict[str, Any]:
-    """Return the changes, with key heads in the size's own ratio to query heads."""
     heads = changes.get("heads", size.heads)
     return {**changes, "keys": max(1, heads * size.keys // size.heads)}
 
@@ -200,8 +199,8 @@ class SizeCase:
         return self.stock(ids, new, **{CACHE: self.static})
 
     def ours(self, ids: Tensor, new: int, arm: str = "") -> Answer:
-        found = (self.fast[arm] if arm else self.plain).run(**self.options(ids, new))
-        return found.output, found.state
+        result = (self.fast[arm] if arm else self.plain).run(**self.options(ids, new))
+        return result.output, result.state
 
     def time_drafted(self, arm: str, prompt: int) -> speed.ArmRun:
         if arm not in self.fast or arm.startswith(POLICY):
@@ -273,10 +272,10 @@ class SizeCase:
         single = trees.empty_draft(state.pending)
         deep = min(self.levels, self.new - 1)
         chain = trees.chain_draft(state.pending, answer[:, 1 : 1 + deep])
-        found = categorical(target.verify(state, chain).distribution).logits.float()
+        logits = categorical(target.verify(state, chain).distribution).logits.float()
         whole = self.model(torch.cat([ids, answer[:, : 1 + deep]], dim=1), logits_to_keep=deep + 1).logits.float()
         spread = (whole - whole.mean(dim=-1, keepdim=True)).norm(dim=-1)
-        error = ((found - whole).norm(dim=-1) / spread).max()
+        error = ((logits - whole).norm(dim=-1) / spread).max()
         calls = {1: lambda: target.verify(state, single), 2: lambda: target.verify(state, chain)}
         seconds = median_seconds(calls, 9, self.wait)
         record: dict[str, Any] = dict.fromkeys(("pass_ms", "host_share"))

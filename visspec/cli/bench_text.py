@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from visspec.api import loading
+from visspec.api import loading, sources
 from visspec.api.accelerate import accelerate
 from visspec.api.captions import prepare
 from visspec.cli import bench
 from visspec.cli.arguments import SamplingOptions
 from visspec.cli.bench import BenchOptions, CaptionArm, Cell, StockCaptionArm, in_turns, measured_on, table
 from visspec.eval.bench import paired as speed
-from visspec.io.files import naming
 from visspec.io.options import HardwareOptions, Positive, option
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' prompt lookup gets the best of these, chosen on the warm-up prompts
@@ -62,39 +61,22 @@ def run(arguments: Options) -> None:
     model, tokenizer = loading.load(arguments.model, **arguments.hardware)
     record = bench_text(model, tokenizer, prompts, arguments, arguments.drafter or ["auto"])
     title = f"{len(prompts)} prompts, {arguments.max_new_tokens} tokens, temperature {arguments.temperature}"
-    said = filter(None, (bench.choice_in_words(record), bench.stream_in_words(record, "prompts")))
-    arguments.end(record, table(title, record["rows"], COLUMNS, "\n".join(said), ["prompts"]))
+    sentences = filter(None, (bench.choice_in_words(record), bench.stream_in_words(record, "prompts")))
+    arguments.end(record, table(title, record["rows"], COLUMNS, "\n".join(sentences), ["prompts"]))
 
 
 def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]:
-    """Return the prompts of a file, or without one those of a split of the package's prompts. Raises ValueError if the
-    file has no prompts, or a JSON line has none.
-    """
-    with naming(path or PROMPTS):
-        lines = [line for line in (path or PROMPTS).read_text(encoding="utf-8").splitlines() if line.strip()]
-    found = []
-    for number, line in enumerate(lines, 1):
-        if not line.startswith("{"):
-            found.append(TextPrompt(line, ""))
-            continue
-        try:
-            row = json.loads(line)
-            text, kind = row["prompt"], str(row.get("kind") or row.get("category") or "")
-        except (ValueError, KeyError):
-            raise ValueError(f"{path}, line {number}: expected a JSON object with the key 'prompt'.") from None
-        if path is not None or row["split"] == split:
-            found.append(TextPrompt(str(text), kind))
-    if not found:
-        raise ValueError(f"{path} has no prompts.")
-    return found
+    """Return the prompts of a file, or of a split of the package's. Raises ValueError if a line has none."""
+    if path is not None:
+        return [TextPrompt(str(record.prompt), record.category) for record in sources.checked_prompts(path)]
+    rows = map(json.loads, PROMPTS.read_text(encoding="utf-8").splitlines())
+    return [TextPrompt(row["prompt"], row["kind"]) for row in rows if row["split"] == split]
 
 
 def bench_text(
     model: Any, tokenizer: Any, prompts: Sequence[TextPrompt], arguments: Options, drafters: Sequence[str]
 ) -> dict[str, Any]:
-    """Run all arms on all prompts. Returns the JSON object of docs/evaluate.md: a row per arm and kind of prompt, or
-    per arm for batches, which mix kinds.
-    """
+    """Run all arms on all prompts. Returns the JSON object of docs/results.md; only batch 1 has kinds."""
     size, base, seed = arguments.batch_size, arguments.generation, arguments.seed
     groups = bench.groups_of(prompts, size)
     others = in_turns(read_prompts(None, "train"), lambda prompt: prompt.kind)[: max(WARMUP, 2 * size)]

@@ -102,7 +102,7 @@ def read_schema(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"--schema: got {path}, expected a file with a JSON schema ({error})") from None
+        raise ValueError(f"--schema: got {path}, expected a file with a JSON schema ({error}).") from None
 
 
 def decode_options(arguments: Options) -> dict[str, Any]:
@@ -110,11 +110,11 @@ def decode_options(arguments: Options) -> dict[str, Any]:
     sampled = arguments.temperature > 0
     for name, value in {"top-k": arguments.top_k, "top-p": arguments.top_p}.items():
         if value is not None and not sampled:
-            raise ValueError(f"--{name}: got {value} at temperature 0, expected a temperature above 0")
+            raise ValueError(f"--{name}: got {value} at temperature 0, expected a temperature above 0.")
     cuts = arguments.top_k or 0, arguments.top_p or 1.0
     usual = 128 if included.is_included(model_of(arguments)) else 256
-    found = sampling(arguments.max_new_tokens or usual, arguments.temperature, *cuts)
-    return found | ({"seed": arguments.seed} if sampled else {})
+    options = sampling(arguments.max_new_tokens or usual, arguments.temperature, *cuts)
+    return options | ({"seed": arguments.seed} if sampled else {})
 
 
 def warn_of_foreign(arguments: Options) -> None:

@@ -25,12 +25,10 @@ COLUMNS |= {"ended": "string", "drift": "double", "error": "string"}
 
 
 def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
-    """Caption the images that have no record yet, and return the exit code. Finished records are kept if the run is
-    interrupted. Without --out they are printed.
-    """
+    """Caption images without a record, or print captions without --out. Returns the exit code."""
     check_output(arguments)
     read = partial(sources.records, arguments.image)
-    found = read()  # raises for a missing source before work starts
+    records = read()  # raises for a missing source before work starts
     request = arguments.prompt or default_prompt(caption.model_of(arguments))
     pictures, sample = CaptionSamples(), dict[str, Record]()
     about = caption.settings(arguments, request, options)
@@ -50,10 +48,10 @@ def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
             if arguments.ray:
                 made = run.with_ray(read, partial(worker, make), arguments, group=4 * arguments.slots)
             else:
-                new = sources.new_records(found, journal.done, run.repeat)
+                new = sources.new_records(records, journal.done, run.repeat)
                 made = map(check, captions(shown(pictures, new, sample, arguments.compare)))
             try:
-                for one in run.with_bar(made, found.total):
+                for one in run.with_bar(made, records.total):
                     run.add(row_of(one))
                     pictures.tell(one.path, one.pieces)
                     if one.text is None:
@@ -110,9 +108,7 @@ def worker(make: Callable[[int], tuple[Captions, Callable[[Caption], Caption]]])
 def load_captions(
     arguments: caption.Options, request: str, options: dict[str, Any], workers: int
 ) -> tuple[Captions, Callable[[Caption], Caption]]:
-    """Load the model, with this many threads that read images ahead. Returns it and a function that checks a caption
-    against --schema.
-    """
+    """Load the model, with threads that read ahead, and a function that checks a caption against --schema."""
     fast, processor = load(arguments, needs_pictures=True)
     constraint, check = caption.by_schema(arguments, fast.model, processor)
     reading = {name: getattr(arguments, name) for name in ("slots", "max_pixels", "frames")}
@@ -141,8 +137,8 @@ def check_output(arguments: caption.Options) -> None:
 
 
 def row_of(made: Caption) -> dict[str, Any]:
-    found = made.text, made.tokens, made.rounds, made.ended, made.drift, made.error
-    return dict(zip(COLUMNS, (made.path, made.record.image, made.record.prompt, *found)))
+    values = made.text, made.tokens, made.rounds, made.ended, made.drift, made.error
+    return dict(zip(COLUMNS, (made.path, made.record.image, made.record.prompt, *values)))
 
 
 class RecordRun:
@@ -155,9 +151,7 @@ class RecordRun:
         self.start = self.seconds = 0.0
 
     def with_bar(self, made: Iterable[Any], total: int | None = None) -> Iterator[Any]:
-        """Yield the results, with a progress bar. `total` is the number of records in the sources, including existing
-        ones.
-        """
+        """Yield the results, with a progress bar. `total` counts all records, including existing ones."""
         self.start = time.monotonic()
         with Progress("images", total, self.before if total is None else min(self.before, total)) as self.bar:
             for one in made:
@@ -205,9 +199,7 @@ class RecordRun:
         self.bar.write(f"visspec: {id}: got this id twice. Only its first record is used.")
 
     def end(self, out: Path | None, stats: bool = True) -> int:
-        """Print a summary if there is an `out` or `stats` is set. Returns the exit code: 2 if all records failed, 1 if
-        some did or ids were repeated.
-        """
+        """Print a summary. Returns the exit code: 2 if all records failed, 1 if some did or ids were repeated."""
         if out is not None or stats:
             there = f", {self.before} were there" if self.before else ""
             there += f" ({self.lost} of these failed; --retry-failed makes them again)" if self.lost else ""

@@ -13,46 +13,36 @@ from typing import TYPE_CHECKING
 from visspec.io.options import Positive, option
 
 if TYPE_CHECKING:
-    from PIL import Image
     from rich.console import Console
     from rich.table import Table
 
 WORLDS = {"shapes": ("captioner", "vispec"), "emoji": ("captioner-emoji", "vispec-emoji")}
 PUBLISHED = ("captioner-smollm2", "auto")  # used for shapes if `make real` has downloaded the language model
-PAINTERS = {  # and their prompts
+PAINTERS = {  # painters and their prompts
     "painter": ("a photo of three stars", "a photo of a cross left of a ring"),
     "painter-emoji": ("a photo of a penguin on a cloudy blue ground", "a photo of a parrot on a grainy pink ground"),
 }
-ANIMALS = ("a photo of a penguin on a smooth blue ground", "a photo of a fox face on a cloudy green ground")
-GALLERY = PAINTERS | dict.fromkeys(("painter-any-order", "painter-mar", "painter-var"), ANIMALS)
-# The fastest preset for each kind of painter that draws the pictures of plain decoding, or for vectors pictures with
-# its # distribution.
-PRESETS = {"codes": "gumbel", "any order": "assd-raster", "vectors": "denoise", "maps": "scales"}
-SIDE = 192  # side of a picture of the gallery in pixels
+PRESET = "gumbel"  # draws the pictures of plain decoding
+SIDE = 192  # side of a picture on the page in pixels
 FIRST = 206  # first held-out scene; from here, each captioner describes four without a mistake
 
 
 @dataclass
 class Section:
-    """The results of one world's captions, or of all pictures. `figures` are the picture and the pieces of each
-    caption.
-    """
+    """The results of one world's captions, or of all pictures. `figures` are data URIs and pieces of captions."""
 
     world: str = ""
     summary: str = ""
-    figures: list[tuple[str, list[tuple[str, str]]]] = field(default_factory=list)
+    figures: list[tuple[list[str], list[tuple[str, str]]]] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     equal: int = 0
 
-    def add(self, view: Table, name: str, slow: float, fast: float, tau: float, same: bool | None) -> None:
-        """Count one caption or picture, and show it in a row. `slow` and `fast` are seconds; `same` is None if it need
-        not be equal.
-        """
-        self.equal += bool(same)
+    def add(self, view: Table, name: str, slow: float, fast: float, tau: float, same: bool) -> None:
+        """Count one caption or picture, and show it in a row. `slow` and `fast` are seconds."""
+        self.equal += same
         self.ratios.append(slow / fast)
         times = (f"{1e3 * seconds:.0f} ms" for seconds in (slow, fast))
-        alike = {True: "yes", False: "NO", None: "in distribution"}[same]
-        view.add_row(name, *times, f"{slow / fast:.2f}", f"{tau:.2f}", alike)
+        view.add_row(name, *times, f"{slow / fast:.2f}", f"{tau:.2f}", "yes" if same else "NO")
 
 
 @dataclass(kw_only=True)
@@ -61,10 +51,7 @@ class Options:
     world: str | None = option(
         "only caption scenes of this world (default: both, and draw pictures)", None, choices=list(WORLDS)
     )
-    out: Path = option("folder for the pictures and the page", Path("out/demo"), writes="folder")
-    gallery: Path | None = option(
-        "draw plain and accelerated pictures of every painter family to this file", None, writes="file"
-    )
+    out: Path = option("folder of the page", Path("out/demo"), writes="folder")
     race: Path | None = option("only write a GIF of plain and accelerated decoding in real time", None, writes="file")
 
 
@@ -94,22 +81,17 @@ def run(arguments: Options) -> int:
         console.print(section.summary, "\n")
         sections.append(section)
         same = same and section.equal == count
-    origins = {name: MEANING[name] for name in COLOURS if name != "given"}
-    console.print(" ".join(f"[{COLOURS[name]}]■[/] {meaning}" for name, meaning in origins.items()))
-    summary, picture, width, alike = ("", "", 0, True)
-    if not arguments.world:
-        summary, picture, width, alike = draw_pictures(out, console, arguments.gallery)
-    same = same and alike
-    values = {"sections": sections, "summary": summary, "picture": picture, "width": width}
-    write_page(out / "index.html", "demo", values)
+    console.print(" ".join(f"[{COLOURS[name]}]■[/] {meaning}" for name, meaning in MEANING.items()))
+    drawn = [] if arguments.world else [draw_pictures(console)]
+    same = same and all(section.equal == len(section.figures) for section in drawn)
+    groups = {"Same words, fewer passes": sections, "Same pictures, fewer passes": drawn}
+    write_page(out / "index.html", "demo", {"groups": groups})
     console.print(f"page: {out / 'index.html'}")
     return 0 if same else 1
 
 
 def captioner_of(world: str) -> tuple[str, str]:
-    """Return the captioner of a world and its drafter; for shapes the one around SmolLM2, if its language model
-    exists.
-    """
+    """Return the captioner of a world and its drafter; for shapes the one around SmolLM2, if available."""
     from visspec.io import included
 
     return PUBLISHED if world == "shapes" and (included.PUBLISHED / "smollm2").is_dir() else WORLDS[world]
@@ -118,6 +100,7 @@ def captioner_of(world: str) -> tuple[str, str]:
 def caption_section(name: str, count: int, console: Console) -> Section:
     """Caption held-out scenes of a world with transformers' generate and ours, and print them one by one."""
     import torch
+    from PIL import Image
     from rich.table import Table
     from rich.text import Text
 
@@ -125,7 +108,7 @@ def caption_section(name: str, count: int, console: Console) -> Section:
     from visspec.api.accelerate import accelerate
     from visspec.api.captions import PROMPT, prepare
     from visspec.eval.bench.clock import seconds_of
-    from visspec.eval.report.images import small_png
+    from visspec.eval.report.images import data_uri
     from visspec.io import included
     from visspec.loop.stats import COLOURS
 
@@ -135,11 +118,7 @@ def caption_section(name: str, count: int, console: Console) -> Section:
     fast = accelerate(model, drafter, tokenizer=processor.tokenizer)
     options = {"max_new_tokens": 160, "do_sample": False}
     other, *inputs = [prepare(processor, [image], PROMPT, model) for image in images]
-    for generate in (
-        model.generate,
-        fast.generate,
-        fast.generate,
-    ):  # another scene, because drafters may remember answers
+    for generate in (model.generate, fast.generate, fast.generate):  # another scene, because drafters remember answers
         generate(**other, **options)
     view, section = Table(name, "transformers", "visspec", "faster", "tau", "same words"), Section(name)
     for i, (image, prompt) in enumerate(zip(images[1:], inputs), 1):
@@ -148,60 +127,42 @@ def caption_section(name: str, count: int, console: Console) -> Section:
         pieces = ours.stats.pieces[0]
         console.print(f"[bold]{name} {i}[/bold] ", Text.assemble(*((p, COLOURS[o]) for p, o in pieces)), "\n")
         section.add(view, str(i), slow, quick, ours.stats.tau, torch.equal(stock, ours.output))
-        section.figures.append((f"data:image/png;base64,{small_png(image)}", pieces))
+        section.figures.append(([data_uri(image.resize((SIDE, SIDE), Image.Resampling.NEAREST), True)], pieces))
     console.print(view)
     return section
 
 
-def draw_pictures(out: Path, console: Console, gallery: Path | None = None) -> tuple[str, str, int, bool]:
-    """Draw the pictures of PAINTERS, or of the `gallery`'s, each with the map of its token origins, to `out`/drawn.png.
-    Returns a sentence, the page as a data URI, its width, and whether they equal plain decoding. `gallery` is a file
-    for plain and accelerated pictures side by side.
-    """
+def draw_pictures(console: Console) -> Section:
+    """Draw the pictures of PAINTERS by plain decoding and accelerated, each with the map of its token origins."""
     import torch
     from rich.table import Table
 
     from visspec import registry
-    from visspec.api.grid import grid
+    from visspec.api.grid import origin_image
     from visspec.api.images import ImagePipeline
-    from visspec.cli.generate import beside, save
     from visspec.eval.bench.clock import seconds_of
     from visspec.eval.bench.paired import geometric_mean, in_words
     from visspec.eval.report.images import data_uri
 
-    drawn: list[tuple[str, Image.Image]] = []  # pictures with maps
-    pairs: list[tuple[str, Image.Image]] = []
-    alike = True
     section, view = Section(), Table("picture", "plain decoding", "visspec", "faster", "tau", "same picture")
-    for painter, prompts in (GALLERY if gallery else PAINTERS).items():
+    for painter, prompts in PAINTERS.items():
         pipe = ImagePipeline.from_pretrained(painter)
-        draws = pipe.family.draws
-        best = registry.preset(PRESETS[draws], draws)
-        presets = registry.preset("plain", draws)._replace(order=best.order), best
+        presets = (registry.preset(name, "codes") for name in ("plain", PRESET))
         plain, fast = (ImagePipeline(**pipe.components | preset.method) for preset in presets)
         for each in (plain, fast):
             each.set_progress_bar_config(disable=True)
             each(prompts[0], seed=0)
         for i, prompt in enumerate(prompts):
-            slow, wanted = seconds_of(partial(plain, prompt, seed=i))
+            slow, expected = seconds_of(partial(plain, prompt, seed=i))
             quick, made = seconds_of(partial(fast, prompt, seed=i))
-            same = None if draws == "vectors" else wanted.images[0].tobytes() == made.images[0].tobytes()
-            alike = alike and same is not False
+            same = expected.images[0].tobytes() == made.images[0].tobytes()
             section.add(view, f"{painter} {i + 1}", slow, quick, made.stats[0].tau, same)
-            left, right = (shown.images[0].resize((SIDE, SIDE)) for shown in (wanted, made))
-            drawn.append((prompt, beside(right, made, 0)))
-            pairs += (f"{painter}, plain", left), (f"{PRESETS[draws]}, {slow / quick:.1f} times as fast", right)
+            shown = made.images[0].resize((SIDE, SIDE)), origin_image(made.maps[0], SIDE)
+            section.figures.append(([data_uri(image, True) for image in shown], [(prompt, "")]))
     console.print(view)
-    texts, pictures = zip(*drawn)
-    page = grid(pictures, texts, columns=2)
-    save(page, out / "drawn.png")
-    if gallery:
-        texts, pictures = zip(*pairs)
-        save(grid(pictures, texts, columns=4), gallery)
-        console.print(f"gallery: {gallery}")
-    summary = (
-        f"{len(drawn)} pictures against plain decoding in the same loop on {torch.get_num_threads()} threads: "
-        f"{in_words(geometric_mean(section.ratios))}; {section.equal} of {len(drawn)} the same picture."
+    section.summary = (
+        f"{len(section.ratios)} pictures against plain decoding in the same loop on {torch.get_num_threads()} threads: "
+        f"{in_words(geometric_mean(section.ratios))}; {section.equal} of {len(section.ratios)} the same picture."
     )
-    console.print(summary, f"pictures: {out / 'drawn.png'}")
-    return summary, data_uri(page, True), page.width, alike
+    console.print(section.summary)
+    return section

@@ -31,8 +31,8 @@ def report() -> str:
 
     lines = [f"python {platform.python_version()}, {os.cpu_count()} cores, {torch.get_num_threads()} torch threads"]
     lines += [f"{name} {version(name) or 'MISSING: needed'}" for name in NEEDED]
-    found = torch.cuda.is_available()
-    lines += [f"device: {torch.cuda.get_device_name()}" if found else "device: CPU only", *kernel_lines(found)]
+    cuda = torch.cuda.is_available()
+    lines += [f"device: {torch.cuda.get_device_name()}" if cuda else "device: CPU only", *kernel_lines(cuda)]
     for name, use in OPTIONAL.items():
         there = importlib.util.find_spec(name) is not None
         lines.append(f"{name}: {version(name) or 'there' if there else 'not installed'} ({use})")

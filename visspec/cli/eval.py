@@ -92,9 +92,9 @@ def run(arguments: MetricOptions) -> int:
         if hasattr(arguments, name):
             check_images(name, getattr(arguments, name), LEAST.get(arguments.what, 1))
     arguments.device = resolve_device(arguments.device)
-    found = METRICS[arguments.what][1](arguments)
-    row = {"metric": found.pop("name"), "value": found.pop("value"), "n": found.pop("n")}
-    row |= {"n_reference": found.pop("n_reference")} | found if "n_reference" in found else found
+    result = METRICS[arguments.what][1](arguments)
+    row = {"metric": result.pop("name"), "value": result.pop("value"), "n": result.pop("n")}
+    row |= {"n_reference": result.pop("n_reference")} | result if "n_reference" in result else result
     view = Table("", "", show_header=False)
     for name, value in row.items():
         if name not in ("problems", "extractor", "fingerprint"):
@@ -126,7 +126,7 @@ def clip_score(arguments: ClipScoreOptions) -> Row:
 
     texts = {row["image"]: row["prompt"] for row in read_prompts(arguments.prompts)}
     scorer = named.clip(arguments.model, arguments.device)
-    return clipscore.from_folder(arguments.generated, texts, scorer, results=arguments.rows)
+    return clipscore.from_folder(arguments.generated, texts, scorer, arguments.rows)
 
 
 def gen_eval(arguments: GenEvalOptions) -> Row:
@@ -160,9 +160,9 @@ def check_images(argument: str, folder: Path, least: int) -> None:
     try:
         count = len(image_files(folder))
     except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"{argument}: got {folder}, expected a {FOLDER} ({error})") from None
+        raise ValueError(f"{argument}: got {folder}, expected a {FOLDER} ({error}).") from None
     if count < least:
-        raise ValueError(f"{argument}: got {folder} of {count} images, expected at least {least}")
+        raise ValueError(f"{argument}: got {folder} of {count} images, expected at least {least}.")
 
 
 def read_prompts(path: Path) -> list[Row]:
@@ -170,17 +170,17 @@ def read_prompts(path: Path) -> list[Row]:
     try:
         text = path.read_text(encoding="utf-8")
         lines = text.splitlines() if path.suffix == ".jsonl" else [text]
-        found = [json.loads(line) for line in lines if line.strip()]
+        entries = [json.loads(line) for line in lines if line.strip()]
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"--prompts: got {path}, expected a readable JSON or JSONL file ({error})") from None
+        raise ValueError(f"--prompts: got {path}, expected a readable JSON or JSONL file ({error}).") from None
     if path.suffix != ".jsonl":
-        (found,) = found or [[]]
-        found = found.get("results", []) if isinstance(found, dict) else found
-    good = isinstance(found, list) and all(isinstance(row, dict) for row in found)
-    named = [(row, Path(str(row.get("image") or row.get("path") or "")).name) for row in found] if good else []
+        (entries,) = entries or [[]]
+        entries = entries.get("results", []) if isinstance(entries, dict) else entries
+    good = isinstance(entries, list) and all(isinstance(row, dict) for row in entries)
+    named = [(row, Path(str(row.get("image") or row.get("path") or "")).name) for row in entries] if good else []
     rows = [row | {"image": name} for row, name in named if not row.get("error")]
     if not rows or not all(row["image"] and isinstance(row.get("prompt"), str) for row in rows):
-        raise ValueError(f"--prompts: got {path}, expected rows of {{image, prompt}}")
+        raise ValueError(f"--prompts: got {path}, expected rows of {{image, prompt}}.")
     return [{k: v for k, v in row.items() if k not in ("path", "seed", "nfe")} for row in rows]
 
 

@@ -33,12 +33,10 @@ class Options(RayOptions, DrawingOptions):
     top_p: float | None = option("sample from the codes of this total probability (default: the model's own)", None)
     height: int | None = option("height in pixels (default: the model's own)", None)
     width: int | None = option("width in pixels (default: the model's own)", None)
-    image: Path | None = option("picture to inpaint, of the model's size; only for any-order models", None)
-    mask: Path | None = option("mask of --image, white where to draw", None)
     preset: str | None = option("published method (visspec list presets), or file of visspec tune", None)
     drafter: str | None = option("drafter: name with options, or folder (default: jacobi; none for vectors)", None)
     order: str | None = option("order of decoding; halton, spread or raster for any-order models", None)
-    batch_invariant: bool = option("make codes independent of drafts and batch, in half precision too", False)
+    batch_invariant: bool = option("make codes independent of the batch, in half precision too", False)
     acceptance: str | None = option(
         "acceptance rule, e.g. lantern:k=100,delta=0.1 (default: exact; coupled for vectors)", None
     )
@@ -65,17 +63,16 @@ def run(arguments: Options) -> int | None:
     from visspec.api.grid import grid
     from visspec.io.provenance import provenance
 
-    texts, given = read_prompts(arguments), read_inpainting(arguments)
+    texts = read_prompts(arguments)
     pipe = pipeline(arguments)
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
-    options = settings(arguments) | given
-    stream = pipe.stream(texts, num_images_per_prompt=arguments.n, seed=arguments.seed, **options)
+    stream = pipe.stream(texts, num_images_per_prompt=arguments.n, seed=arguments.seed, **settings(arguments))
     shown: list[Image.Image] = []
     captions: list[str] = []
     about = {name: getattr(pipe, name) for name in CHOSEN} | {"provenance": provenance(pipe.model)}
     single = is_picture(arguments.out)
     if single and len(texts) * arguments.n > 1:
-        raise ValueError(f"--out: got {arguments.out} for {len(texts) * arguments.n} pictures, expected a folder")
+        raise ValueError(f"--out: got {arguments.out} for {len(texts) * arguments.n} pictures, expected a folder.")
     first = 0 if single else first_number(arguments.out)
     results: list[dict[str, Any]] = []
     complete = False
@@ -92,8 +89,8 @@ def run(arguments: Options) -> int | None:
                 passes = int(part.passes[i].max()) + 1
                 row = {"path": str(path), "prompt": part.prompts[i], "seed": part.seeds[i], "nfe": passes}
                 results.append(row | {name: getattr(part.stats[0], name) for name in MEASURED})
-                found = f"seed {part.seeds[i]}, {passes} passes for {part.tokens[i].numel()} tokens"
-                print(f"{path}: {part.prompts[i]} ({found})", flush=True)
+                line = f"seed {part.seeds[i]}, {passes} passes for {part.tokens[i].numel()} tokens"
+                print(f"{path}: {part.prompts[i]} ({line})", flush=True)
             if arguments.stats:
                 print(part.stats[0])
         complete = True
@@ -110,29 +107,10 @@ def read_prompts(arguments: Options) -> list[str]:
     """Return the prompts. Raises ValueError if there is none, or a line has none."""
     from visspec.api import sources
 
-    found = [*arguments.prompt, *([] if arguments.prompts is None else sources.texts(arguments.prompts))]
-    if not found:
-        raise ValueError("prompt: got none, expected at least one")
-    return found
-
-
-def read_inpainting(arguments: Options) -> dict[str, Any]:
-    """Read the picture of --image and the mask of --mask for a pipeline. Raises ValueError if one is missing or is not
-    an image.
-    """
-    from visspec.io.images import open_image
-
-    if arguments.image is None and arguments.mask is None:
-        return {}
-    found = {}
-    for name, path, key in (("image", arguments.image, "image"), ("mask", arguments.mask, "mask_image")):
-        if path is None:
-            both = "both --image and --mask, which is white where to draw"
-            raise ValueError(f"--{name}: got none, expected {both}")
-        if not path.exists():
-            raise ValueError(f"--{name}: got {path}, expected an image file")
-        found[key] = path
-    return {key: open_image(path) for key, path in found.items()}
+    prompts = [*arguments.prompt, *([] if arguments.prompts is None else sources.texts(arguments.prompts))]
+    if not prompts:
+        raise ValueError("prompt: got none, expected at least one.")
+    return prompts
 
 
 def pipeline(arguments: Options) -> ImagePipeline:

@@ -24,17 +24,15 @@ LINES = "images.jsonl"
 
 
 def run_ray(arguments: Options) -> int:
-    """Draw the images that don't exist yet, and return the exit code. Finished images are kept if the run is
-    interrupted.
-    """
-    for name in ("json", "grid", "maps", "stats", "image", "mask"):
+    """Draw the images that don't exist yet, and return the exit code. Interruptions keep finished images."""
+    for name in ("json", "grid", "maps", "stats"):
         if getattr(arguments, name):
             raise ValueError(f"--{name}: got it with --ray. Leave one of them out.")
     if is_picture(arguments.out):
         raise ValueError(f"--out: got {arguments.out} with --ray, expected a folder.")
     sources.need("ray", "--ray", distributed.EXTRA)
     if not arguments.prompt and arguments.prompts is None:
-        raise ValueError("prompt: got none, expected at least one")
+        raise ValueError("prompt: got none, expected at least one.")
     if arguments.prompts is not None:
         sources.prompts(arguments.prompts)  # raises if the file does not exist
     drawing = settings(arguments)

@@ -52,8 +52,8 @@ def row(kind: str, name: str, entry: Entry) -> dict[str, Any]:
 
     options = {}
     if kind in ("drafter", "rule", "length", "order") and entry.target is not None:
-        found = options_of(entry.load())
-        options = {key: {"type": annotation, "default": default} for key, (annotation, default) in found.items()}
+        arguments = options_of(entry.load())
+        options = {key: {"type": annotation, "default": default} for key, (annotation, default) in arguments.items()}
     more: dict[str, Any] = {"trained": True} if entry.checkpoint else {}
     if kind == "preset":
         more = {"arguments": {needs: one._asdict() for needs, one in entry.target.items()}}

@@ -19,7 +19,7 @@ from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
 from visspec.api.grid import MARGIN, font_of
 from visspec.api.images import ImagePipeline
-from visspec.cli.demo import FIRST, PAINTERS, PRESETS, captioner_of
+from visspec.cli.demo import FIRST, PAINTERS, PRESET, captioner_of
 from visspec.io import included
 from visspec.loop.stats import COLOURS, text_pieces
 
@@ -96,7 +96,7 @@ def captions(name: str) -> list[Lane]:
 def pictures(name: str, prompt: str) -> list[Lane]:
     """Draw a picture with an included painter, by plain decoding and by its default."""
     lanes = []
-    for title, preset in (("plain decoding", "plain"), ("visspec", PRESETS["codes"])):
+    for title, preset in (("plain decoding", "plain"), ("visspec", PRESET)):
         pipe = ImagePipeline.from_pretrained(name, preset=preset)
         pipe.set_progress_bar_config(disable=True)
         for _ in range(2):  # the first run warms up

@@ -22,7 +22,7 @@ class Options(ModelOptions):
     image_model: str | None = option("image model for images/generations: included name, folder or hub id", None)
     slots: Positive = option("number of answers generated at once", 8)
     places: Positive = option("maximum number of requests, running and waiting", 64)
-    max_new_tokens: Positive = option("limit of tokens for answers without a limit of their own", 512)
+    max_new_tokens: Positive = option("maximum number of tokens of an answer, unless the request sets it", 512)
     max_body: Positive = option("maximum bytes of a request", 20_000_000)
     max_pixels: Positive = option("maximum total pixels of a request's images", 64_000_000)
     prefix_cache: int | None = option(
@@ -47,7 +47,7 @@ def run(arguments: Options) -> int:
     try:
         socket.create_server((arguments.host, arguments.port), family=family).close()
     except OSError as error:
-        raise ValueError(f"--host, --port: can't listen on {arguments.host}, {arguments.port} ({error})") from None
+        raise ValueError(f"--host, --port: can't listen on {arguments.host}, {arguments.port} ({error}).") from None
     key, local = os.environ.get(KEY) or None, arguments.host in LOCAL
     fast, processor = load(arguments)
     pipe = None

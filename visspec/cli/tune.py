@@ -69,14 +69,14 @@ def run(arguments: Options) -> None:
 
         tune_image.run(arguments)
         return
-    found = None if texts else sources.records(arguments.images or ())
+    records = None if texts else sources.records(arguments.images or ())
     model, processor = loading.load(arguments.model, needs_pictures=not texts, **arguments.hardware)
     own = default_drafter(model)[0]
     drafters = arguments.drafters or list(dict.fromkeys(["ngram", *([str(own)] if own else [])]))
     what, where = ("prompts", arguments.prompts) if texts else ("images", ", ".join(arguments.images or ()))
     given = (
-        ((image, record.prompt) for image, record in readable(found))
-        if found
+        ((image, record.prompt) for image, record in readable(records))
+        if records
         else (([], prompt.text) for prompt in read_prompts(arguments.prompts))
     )
     items = list(islice(given, 2 * arguments.count))  # pairs of an image, or an empty list, and its prompt
@@ -90,24 +90,20 @@ def run(arguments: Options) -> None:
 
 
 def candidates(drafters: Sequence[str], model: PreTrainedModel) -> list[str]:
-    """Return the drafters, and those that can grow trees but don't name a structure also with trees. Raises as
-    `registry.drafter`.
-    """
-    found = []
+    """Return the drafters, each also with trees if it can grow them and names no structure."""
+    specs = []
     for spec in drafters:
         drafter, _ = registry.drafter(spec, model)
         shaped = any(f"{name}=" in spec for name in ("width", "tree", "confidence"))
         grows = hasattr(type(drafter), "for_model") and not drafter.traits.samples and not shaped
-        found += [spec, *([f"{spec}{',' if ':' in spec else ':'}{TREE}"] if grows else [])]
-    return found
+        specs += [spec, *([f"{spec}{',' if ':' in spec else ':'}{TREE}"] if grows else [])]
+    return specs
 
 
 def tune(
     model: PreTrainedModel, processor: ProcessorMixin, images: Sequence[tuple], drafters: list[str], arguments: Options
 ) -> dict[str, Any]:
-    """Measure all rows on the first half of (image, prompt) pairs and the best on the second, and choose. Returns the
-    JSON object of docs/evaluate.md.
-    """
+    """Measure all rows on the first half of the pairs and the best on the second. Returns the record."""
     half, rule = len(images) // 2, arguments.acceptance
     request = arguments.prompt or default_prompt(str(model.name_or_path))
     specs, lengths = candidates(drafters, model), sorted(set(arguments.lengths))

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visspec import registry
+from visspec.api import sources
 from visspec.api.images import ImagePipeline
 from visspec.cli.bench import Cell, table
-from visspec.cli.bench_image import as_arguments, bench, fitting, read_prompts
+from visspec.cli.bench_image import as_arguments, bench, fitting
 from visspec.cli.tune import FIGURES, FINALISTS, PAYS
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ def run(arguments: Options) -> None:
     pipe = ImagePipeline.from_pretrained(arguments.model, **arguments.hardware)
     pipe.set_progress_bar_config(disable=True)
     wanted, file = 2 * arguments.count, Path(arguments.prompts or "")
-    texts = read_prompts(file, wanted)
+    texts = sources.texts(file)[:wanted]
     if len(texts) < wanted:
-        raise ValueError(f"--prompts: got {len(texts)} in {file}, expected {wanted} or more (--count)")
+        raise ValueError(f"--prompts: got {len(texts)} in {file}, expected {wanted} or more (--count).")
     record = tune(pipe, texts, fitting(pipe, ways(pipe, arguments.acceptance)), arguments.seed)
     title = f"{record['n_prompts']} prompts measured, {record['n_checked']} checked"
     rows = sorted(record["rows"], key=lambda row: -row["predicted_speedup"])
@@ -49,9 +50,7 @@ def run(arguments: Options) -> None:
 
 
 def ways(pipe: ImagePipeline, rule: str) -> dict[str, str]:
-    """Return drafters with an exact rule, or the given one, as "drafter/rule". For models that don't draw codes in
-    raster order, the presets that keep the target.
-    """
+    """Return drafters with an exact or the given rule, as "drafter/rule"; other than raster codes: presets."""
     draws = pipe.family.draws
     if draws == "codes":
         return {way: way for way in (EXACT if rule == "exact" else [f"{one}/{rule}" for one in WINDOWS + DRAFTS])}

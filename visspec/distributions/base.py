@@ -10,9 +10,7 @@ from torch import Tensor
 
 
 class Distribution:
-    """Base class of distributions. `width` is the maximum number of random numbers for one sample, `drafts` the type of
-    the distributions of drafts.
-    """
+    """Base class. `width`: maximum random numbers per sample; `drafts`: type of the drafts' distributions."""
 
     drafts: type[Distribution]
 
@@ -27,16 +25,14 @@ class Distribution:
 
     @classmethod
     def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Check drafted values of (B, N) nodes. Raises ValueError if `value` is not a tensor of such values.
-
-        Returns:
-            Sanitised values, which of them are valid (B, N) bool, and which may be drafted (B, N) bool.
+        """Check drafted values of (B, N) nodes. Returns sanitised values, which of them are valid, and which may be
+        drafted, both (B, N) bool. Raises ValueError if `value` is not a tensor of such values.
         """
         raise NotImplementedError
 
     def sanitize(self, value: Tensor, limits: Tensor) -> tuple[Distribution, Tensor]:
-        """Return the sanitised distribution of drafts, and the nodes at which it is valid, (B, N) bool. Raises
-        ValueError for a wrong shape or dtype.
+        """Return the sanitised distribution, and where it is valid, (B, N) bool. Raises ValueError for a wrong shape or
+        dtype.
         """
         raise NotImplementedError
 
@@ -47,8 +43,8 @@ def check_tensor(
     """Raise ValueError unless `value` is a tensor of this shape, dtype (None: floating) and device."""
     if not isinstance(value, Tensor) or value.device != device:
         what = f"a tensor on {value.device}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"{name}: got {what}, expected a tensor on {device}")
+        raise ValueError(f"{name}: got {what}, expected a tensor on {device}.")
     if value.dtype != dtype if dtype else not value.is_floating_point():
-        raise ValueError(f"{name}: got {value.dtype}, expected {dtype or 'floats'}")
+        raise ValueError(f"{name}: got {value.dtype}, expected {dtype or 'floats'}.")
     if value.shape != tuple(shape):
-        raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected {tuple(shape)}")
+        raise ValueError(f"{name}: got shape {tuple(value.shape)}, expected {tuple(shape)}.")

@@ -14,9 +14,7 @@ SUM_TOLERANCE = 1e-3  # a float32 softmax over 256k entries sums to one within 1
 
 
 class Categorical(Distribution):
-    """Distributions over V ids, from logits (log-probabilities up to a constant) or probabilities, float32 (..., V).
-    The other form is computed on first use.
-    """
+    """Distributions over V ids, from logits or probabilities, float32 (..., V). The other form is computed on use."""
 
     __slots__ = ("_logits", "_p")
 

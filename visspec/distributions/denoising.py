@@ -46,9 +46,9 @@ class DenoisingSteps:
             values = getattr(self, name)
             finite = values.is_meta or bool(values.isfinite().all())
             if values.shape != (size,) or not finite:
-                raise ValueError(f"{name}: got shape {tuple(values.shape)}, expected {size} finite numbers")
+                raise ValueError(f"{name}: got shape {tuple(values.shape)}, expected {size} finite numbers.")
         if size == 0:
-            raise ValueError("keep: got no steps, expected at least one")
+            raise ValueError("keep: got no steps, expected at least one.")
 
     def __len__(self) -> int:
         return len(self.keep)
@@ -115,9 +115,7 @@ class Denoising(Distribution):
         return (len(self.steps) + 1) * self.size
 
     def kernel(self, x_MWd: Tensor, step_MW: Tensor, chains_M: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return each next point's mean (M, W, d) and log sigma (M, W, 1 or d), and the estimate of the value (M, W,
-        d).
-        """
+        """Return each next point's mean (M, W, d), log sigma (M, W, 1 or d), and the estimated value (M, W, d)."""
         value, share = self.estimate(x_MWd, step_MW, chains_M)
         return *self.gaussian(x_MWd, step_MW, value, share), value
 
@@ -154,7 +152,6 @@ class Denoising(Distribution):
         return end
 
     def _walk(self, x_Md: Tensor, normal_MSd: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-        """Yield the next point, its mean and log sigma (None: fixed), step by step."""
         steps = self.steps
         last = len(steps) - 1
         for i, (normal_Md, (keep, move, sigma)) in enumerate(zip(normal_MSd.unbind(1), steps.each)):

@@ -18,17 +18,13 @@ IMAGE, UNUSED = (
 
 
 def assemble(parts: Path, base: Path, tower: Path, out: Path) -> Path:
-    """Write a LLaVA folder, unless it exists and is newer than its parts.
+    """Write a LLaVA folder `out`, unless it exists and is newer than its parts. Raises ValueError if one is missing.
 
     Args:
         parts: Projector and LoRA weights, configuration and processor. A matrix `x` of the language model has
             `x.lora_A` (rank, in) and `x.lora_B` (out, rank), scale included; their product is added to its weight.
         base: The language model, a folder of `LlamaForCausalLM` with its tokenizer.
         tower: A LLaVA folder whose vision tower is used.
-        out: The folder to write, in the dtype of the language model.
-
-    Raises:
-        ValueError: If the language model is missing, or the parts have no weights.
     """
     if not (base / CONFIG).is_file():
         raise ValueError(

@@ -42,13 +42,13 @@ def first_line(error: Exception) -> str:
 def check_whole(name: str, value: object, low: int = 1, high: int = LARGEST) -> None:
     """Raise ValueError if an entry of a configuration is not an integer from low to high."""
     if type(value) is not int or not low <= value <= high:
-        raise ValueError(f"{name}: got {shorten(value)}, expected a whole number from {low} to {high}")
+        raise ValueError(f"{name}: got {shorten(value)}, expected a whole number from {low} to {high}.")
 
 
 def check_wholes(name: str, values: object, low: int, high: int, most: int = 1024) -> tuple[int, ...]:
     """Return a list of at most `most` integers as a tuple. Raises ValueError as `check_whole`."""
     if not isinstance(values, (list, tuple)) or len(values) > most:
-        raise ValueError(f"{name}: got {shorten(values)}, expected a list of at most {most} whole numbers")
+        raise ValueError(f"{name}: got {shorten(values)}, expected a list of at most {most} whole numbers.")
     for value in values:
         check_whole(name, value, low, high)
     return tuple(values)
@@ -57,7 +57,7 @@ def check_wholes(name: str, values: object, low: int, high: int, most: int = 102
 def check_positive(name: str, value: Any) -> None:
     """Raise ValueError if an entry of a configuration is not a finite number above 0."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ValueError(f"{name}: got {shorten(value)}, expected a finite number above 0")
+        raise ValueError(f"{name}: got {shorten(value)}, expected a finite number above 0.")
 
 
 def inside(folder: Path, name: str) -> Path:
@@ -68,7 +68,7 @@ def inside(folder: Path, name: str) -> Path:
     path, cached = Path("/") if "\0" in name else Path(os.path.realpath(root / name)), root.parent.parent
     snapshot = root.parent.name == "snapshots" and cached.name.startswith("models--")
     if not path.is_relative_to(root) and not (snapshot and path.parent == cached / "blobs"):
-        raise ValueError(f"checkpoint: {folder} refers to {name!r}, expected a file inside the folder")
+        raise ValueError(f"checkpoint: {folder} refers to {name!r}, expected a file inside the folder.")
     return path
 
 
@@ -76,15 +76,15 @@ def read_json(folder: Path, name: str) -> dict:
     """Read a JSON object from a checkpoint folder."""
     path = inside(folder, name)
     if not path.is_file():
-        raise ValueError(f"checkpoint: {folder} has no {name}, expected a folder written by save_pretrained")
+        raise ValueError(f"checkpoint: {folder} has no {name}, expected a folder written by save_pretrained.")
     if path.stat().st_size > MAX_JSON_BYTES:
-        raise ValueError(f"checkpoint: {name} has {path.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}")
+        raise ValueError(f"checkpoint: {name} has {path.stat().st_size} bytes, expected at most {MAX_JSON_BYTES}.")
     try:
         value = json.loads(path.read_text())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"checkpoint: {path} is not JSON ({error})") from None
+        raise ValueError(f"checkpoint: {path} is not JSON ({error}).") from None
     if not isinstance(value, dict):
-        raise ValueError(f"checkpoint: {path} holds a {type(value).__name__}, expected an object")
+        raise ValueError(f"checkpoint: {path} holds a {type(value).__name__}, expected an object.")
     return value
 
 
@@ -94,27 +94,27 @@ def weight_files(folder: Path) -> list[Path]:
     if index:
         named = read_json(folder, index[0]).get("weight_map")
         if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-            raise ValueError(f"checkpoint: weight_map of {folder / index[0]} is {shorten(named)}, expected file names")
+            raise ValueError(f"checkpoint: weight_map of {folder / index[0]} is {shorten(named)}, expected file names.")
         return [inside(folder, name) for name in sorted(set(named.values()))]
-    found = sorted(folder.glob("*.safetensors"))
-    if not found:
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
         pickled = sorted(p.name for p in folder.iterdir() if p.suffix in PICKLED)
         what = PICKLE.format(pickled[0]) if pickled else "no weights, expected .safetensors"
-        raise ValueError(f"checkpoint: {folder} has {what}")
-    return [inside(folder, path.name) for path in found]
+        raise ValueError(f"checkpoint: {folder} has {what}.")
+    return [inside(folder, path.name) for path in files]
 
 
 def check_folder(folder: str | Path) -> Path:
     """Check, before transformers opens it, that a model folder exists and its weights are safetensors inside it."""
     path = Path(folder)
     if not path.is_dir():
-        raise ValueError(f"checkpoint: {path} is not a folder, expected one with config.json and .safetensors")
+        raise ValueError(f"checkpoint: {path} is not a folder, expected one with config.json and .safetensors.")
     for entry in path.iterdir():
         inside(path, entry.name)
     read_json(path, "config.json")
     for weights in weight_files(path):
         if not weights.is_file():
-            raise ValueError(f"checkpoint: {path} names the weights {weights.name}, expected them in the folder")
+            raise ValueError(f"checkpoint: {path} names the weights {weights.name}, expected them in the folder.")
     return path
 
 
@@ -145,16 +145,14 @@ def read_file(
         with safe_open(path, framework="pt") as file:
             return {name: get(file, name) for name in file.keys() if wanted is None or name in wanted}
     except Exception as error:
-        raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error})") from None
+        raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error}).") from None
 
 
 def unwrap_names(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
-    """Remove the name prefixes of torch.compile (`_orig_mod.`), data parallelism (`module.`) and weight averaging
-    (`ema.`). Raises ValueError if there are two sets of weights.
-    """
+    """Remove name prefixes of torch.compile, data parallelism and averaging. Raises ValueError for two weight sets."""
     plain, averaged = weight_sets(tensors, where)
     if plain and averaged:
-        raise ValueError(f"checkpoint: {where} has averaged weights ({next(iter(averaged))!r}) beside others")
+        raise ValueError(f"checkpoint: {where} has averaged weights ({next(iter(averaged))!r}) beside others.")
     return plain or averaged
 
 
@@ -172,12 +170,11 @@ def weight_sets(tensors: Mapping[str, Value], where: str | Path) -> tuple[dict[s
 
 
 def _strip_prefixes(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
-    """Remove `_orig_mod.` everywhere, and `module.` if all names begin with it."""
     found: dict[str, Value] = {}
     for name, tensor in tensors.items():
         short = re.sub(r"(^|\.)_orig_mod\.", r"\1", name)
         if short in found:
-            raise ValueError(f"checkpoint: {where} holds tensor {short!r} twice, expected the weights of one model")
+            raise ValueError(f"checkpoint: {where} holds tensor {short!r} twice, expected the weights of one model.")
         found[short] = tensor
     while found and all(name.startswith("module.") for name in found):
         found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
@@ -185,9 +182,7 @@ def _strip_prefixes(tensors: Mapping[str, Value], where: str | Path) -> dict[str
 
 
 def check_values(name: str, value: Tensor, wanted: Tensor, where: str | Path) -> None:
-    """Raise ValueError if values don't fit a tensor of the module: integers for floats or the reverse, NaN, infinity,
-    or values out of the range of its dtype.
-    """
+    """Raise ValueError if values don't fit a tensor of the module: wrong kind, not finite, or out of range."""
     if value.is_floating_point() != wanted.is_floating_point():
         found, expected = (str(t.dtype).removeprefix("torch.") for t in (value, wanted))
         raise ValueError(f"checkpoint: tensor {name!r} of {where} has the dtype {found}, expected {expected}")
@@ -196,25 +191,25 @@ def check_values(name: str, value: Tensor, wanted: Tensor, where: str | Path) ->
     wide = value if value.element_size() > 1 else value.float()  # float8 does not support aminmax
     low, high = wide.aminmax()
     if not bool((low.isfinite() & high.isfinite()).all()):
-        raise ValueError(f"checkpoint: tensor {name!r} of {where} has values that are not finite, expected numbers")
+        raise ValueError(f"checkpoint: tensor {name!r} of {where} has values that are not finite, expected numbers.")
     if max(-float(low), float(high)) > torch.finfo(wanted.dtype).max:
         dtype = str(wanted.dtype).removeprefix("torch.")
-        raise ValueError(f"checkpoint: tensor {name!r} of {where} has values beyond {dtype}, expected a wider dtype")
+        raise ValueError(f"checkpoint: tensor {name!r} of {where} has values beyond {dtype}, expected a wider dtype.")
 
 
 def check_shapes(
     module: nn.Module, shapes: Mapping[str, tuple[int, ...]], where: str | Path, named: Callable[[str], str] = str
 ) -> None:
-    """Raise ValueError unless names and shapes equal those of the module, which may be on `meta`. `named` maps the
-    module's names to those of the file, for messages.
-    """
-    wanted = module.state_dict()
-    missing, extra = sorted(wanted.keys() - shapes.keys()), sorted(shapes.keys() - wanted.keys())
+    """Raise ValueError unless names and shapes equal those of the module. `named` returns names for messages."""
+    expected_tensors = module.state_dict()
+    missing, extra = sorted(expected_tensors.keys() - shapes.keys()), sorted(shapes.keys() - expected_tensors.keys())
     if missing or extra:
         name, what = (missing[0], "lacks") if missing else (extra[0], "has the unknown")
-        raise ValueError(f"checkpoint: {where} {what} tensor {named(name)!r}, expected the module's {len(wanted)}")
+        raise ValueError(
+            f"checkpoint: {where} {what} tensor {named(name)!r}, expected the module's {len(expected_tensors)}."
+        )
     for name, found in shapes.items():
-        if found != (expected := tuple(wanted[name].shape)):
+        if found != (expected := tuple(expected_tensors[name].shape)):
             raise ValueError(f"checkpoint: tensor {named(name)!r} of {where} has shape {found}, expected {expected}")
 
 
@@ -231,9 +226,9 @@ def load_strictly(
 ) -> None:
     """Copy tensors with exactly these names and shapes into a module, cast to its dtype. `named` as above."""
     check_shapes(module, {name: tuple(value.shape) for name, value in tensors.items()}, where, named)
-    wanted = module.state_dict()
+    expected = module.state_dict()
     for name, value in tensors.items():
-        check_values(named(name), value, wanted[name], where)
+        check_values(named(name), value, expected[name], where)
     with torch.no_grad():
         for name, value in tensors.items():
-            wanted[name].copy_(value)
+            expected[name].copy_(value)

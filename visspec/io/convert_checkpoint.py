@@ -30,7 +30,7 @@ def convert(path: Path, out: Path) -> None:
     chosen = averaged or plain
     if not chosen:
         where = ", ".join((*WRAPPERS, *AVERAGES))
-        raise ValueError(f"path: {path} holds no tensors, expected a state dict or one under {where}")
+        raise ValueError(f"path: {path} holds no tensors, expected a state dict or one under {where}.")
     tensors = {name: value.detach().contiguous().clone() for name, value in chosen.items()}
     save_file(tensors, out, metadata={"format": "pt"})
 
@@ -41,14 +41,14 @@ def content_of(path: Path) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]):  # training arguments, often saved with the weights
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # damaged files raise any kind of error
-        raise ValueError(f"path: {path} is not a file of plain tensors, expected one ({reason(error)})") from None
+        raise ValueError(f"path: {path} is not a file of plain tensors, expected one ({reason(error)}).") from None
 
 
 def reason(error: Exception) -> str:
     """Return why a file was rejected, without torch's advice to run its code."""
     text = str(error).strip()
-    if asked := re.search(r"GLOBAL (\S+)", text):
-        return f"its pickle asks for {asked[1]}, which is not run"
+    if match := re.search(r"GLOBAL (\S+)", text):
+        return f"its pickle asks for {match[1]}, which is not run"
     if "TorchScript" in text:
         return "it is a TorchScript archive"
     if "weights_only" in text:

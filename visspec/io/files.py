@@ -21,9 +21,7 @@ TRIAL = 4096  # number of bytes written to test for a full disk
 
 @contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """Context manager that adds this file to system errors without a file name, such as those of a full disk, and turns
-    decoding errors into ValueError.
-    """
+    """Context manager that adds this file to system errors without a name, and wraps decoding errors."""
     try:
         yield
     except UnicodeDecodeError:
@@ -72,15 +70,7 @@ def loads(text: str | bytes) -> Any:
     try:
         return json.loads(text)
     except RecursionError:
-        raise ValueError("JSON is nested too deeply") from None
-
-
-def append_json(path: Path, value: object) -> None:
-    """Append a value to a file of JSON lines. When this returns, the operating system has it, even if the process is
-    killed.
-    """
-    with naming(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(value) + "\n")
+        raise ValueError("JSON is nested too deeply.") from None
 
 
 def lock(file: BinaryIO, path: Path) -> None:
@@ -93,9 +83,7 @@ def lock(file: BinaryIO, path: Path) -> None:
 
 
 def same_settings(home: Path, path: Path, about: dict[str, Any]) -> None:
-    """Write a run's settings to `home`, or compare them with those of the run that began the records in `path`. Raises
-    ValueError if they differ in more than provenance.
-    """
+    """Write a run's settings to `home`, or raise ValueError if an earlier run there had other settings."""
     if not home.exists():
         write_json(home, about)
         return
@@ -103,7 +91,7 @@ def same_settings(home: Path, path: Path, about: dict[str, Any]) -> None:
     with suppress(ValueError):
         before = loads(home.read_bytes())
     if not isinstance(before, dict):
-        raise ValueError(f"{home}: got no JSON object, expected the settings of the records in {path}")
+        raise ValueError(f"{home}: got no JSON object, expected the settings of the records in {path}.")
     for name, value in json.loads(json.dumps(about)).items():
         if name != "provenance" and before.get(name) != value:
             made = f"records made with {before.get(name)!r}"
@@ -120,15 +108,9 @@ class Journal:
     """Context manager for records kept line by line in a file of JSON lines, for runs that can be resumed.
 
     A record is one line, written in one call. A killed process leaves all records that it added, and at most one
-    incomplete line, which the next run removes. `done` has the ids of existing records, `failed` those with an `error`.
-
-    Args:
-        path: The file.
-        about: Settings, kept in PATH.about.json.
-        retry: Remove the failed records first.
-
-    Raises:
-        ValueError: If another process writes to the file, it has other content or settings, or it is removed meanwhile.
+    incomplete line, which the next run removes. Settings (`about`) are kept in PATH.about.json. `done` has the ids of
+    existing records, `failed` those with an `error`, which `retry` removes. Raises ValueError if another process writes
+    to the file, it has other content or settings, or it is removed meanwhile.
     """
 
     def __init__(self, path: str | Path, about: dict[str, Any], *, retry: bool = False):
@@ -151,7 +133,6 @@ class Journal:
         return self
 
     def _read(self) -> int:
-        """Collect the ids of all complete lines. Returns where they end."""
         self._file.seek(0)
         end = 0
         for number, line in enumerate(self._file, 1):
@@ -160,7 +141,7 @@ class Journal:
             try:
                 self._note(loads(line))
             except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{self.path}: got line {number}, expected a JSON object with an id") from None
+                raise ValueError(f"{self.path}: got line {number}, expected a JSON object with an id.") from None
             end += len(line)
         return end
 
@@ -170,7 +151,6 @@ class Journal:
             self.failed.add(record["id"])
 
     def _take_failed_out(self) -> None:
-        """Rewrite the file without the failed records. The new file is locked before it replaces the old one."""
         with replacing(self.path) as draft:
             kept = open(draft, "a+b")
             lock(kept, self.path)
@@ -183,7 +163,7 @@ class Journal:
         self.failed.clear()
 
     def add(self, record: dict[str, Any]) -> None:
-        """Append a record. When this returns, the operating system has it, even if the process is killed."""
+        """Append a record. It is then safe even if the process is killed."""
         check_there(self.path)
         with naming(self.path):
             self._file.write((json.dumps(record) + "\n").encode())
@@ -209,13 +189,11 @@ def is_device(path: Path) -> bool:
 
 
 def unwritable(path: Path, folder: bool = False) -> str | None:
-    """Return why a file can't be written, or created in a folder; None if it can. It is tested with a temporary file;
-    existing files are not changed.
-    """
+    """Return why a file can't be written, or created in a folder; None if it can. Existing files are not changed."""
     try:
         if path.exists() and path.is_dir() != folder:
-            found, wanted = ("file", "folder") if folder else ("folder", "file")
-            return f"{path} is a {found}, expected a {wanted}"
+            kind, expected = ("file", "folder") if folder else ("folder", "file")
+            return f"{path} is a {kind}, expected a {expected}"
         if is_device(path):
             return None
         with suppress(FileNotFoundError):

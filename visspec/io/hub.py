@@ -34,13 +34,11 @@ def fetch(name: str) -> Path:
         why = "is not in the cache, and the hub could not be reached"
     except (errors.HFValidationError, errors.HfHubHTTPError, OSError) as error:
         why = f"could not be fetched ({(str(error).strip().splitlines() or [type(error).__name__])[0]})"
-    raise ValueError(f"checkpoint: {name} {why}, expected a folder, or a repository of safetensors that can be read")
+    raise ValueError(f"checkpoint: {name} {why}, expected a folder, or a repository of safetensors that can be read.")
 
 
 def require(name: str) -> None:
-    """Check within seconds that a repository is in the cache or on the hub, because loading would retry an unreachable
-    hub many times. Raises ValueError if it is not.
-    """
+    """Raise ValueError within seconds if a repository is not found, since loading would retry many times."""
     if cached_folder(name) is not None:
         return
     try:
@@ -69,9 +67,7 @@ def resolve_folder(where: str | Path) -> Path:
 
 
 def push(name: str, save: Callable[[Path], Any], private: bool | None = None) -> str:
-    """Write a folder with `save` and upload it to repository `name`, which is created if needed. Returns its URL.
-    Raises huggingface_hub's errors.
-    """
+    """Write a folder with `save` and upload it to repository `name`, which is created if needed. Returns the URL."""
     with tempfile.TemporaryDirectory() as folder:
         save(Path(folder))
         api = huggingface_hub.HfApi()

@@ -6,7 +6,6 @@ An unreadable file raises an exception that names it (`open_image`) or is added 
 import io
 import os
 import re
-import struct
 import threading
 import warnings
 from collections import Counter
@@ -23,17 +22,12 @@ UNREAD = {".avif", ".heic", ".heif", ".jxl", ".jp2", ".psd", ".svg", ".dng", ".c
 UNREAD -= set(SUFFIXES)  # image files of unsupported formats
 MAX_PIXELS = 64_000_000
 HEADERS = threading.Lock()
-DECODERS = struct.error, RuntimeError, OverflowError, ZeroDivisionError  # raised for broken TIFF, BMP and AVIF files
 
 
 def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Return the first frame of a file in one of `FORMATS` as a loaded RGB image, rotated by its EXIF orientation.
-
-    Transparent pixels are composited over white.
-
-    Raises:
-        FileNotFoundError: If the file does not exist.
-        ValueError: For missing permissions, another format, a broken file, or more than `max_pixels` pixels.
+    """Return the first frame of a file in one of `FORMATS` as a loaded RGB image, rotated by its EXIF orientation and
+    composited over white. Raises FileNotFoundError if the file does not exist, and ValueError for missing permissions,
+    another format, a broken file, or more than `max_pixels` pixels.
     """
     path = Path(path)
     if not path.exists():
@@ -64,17 +58,7 @@ def _errors(path: str | Path, max_pixels: int) -> Iterator[None]:
         raise ValueError(f"{path} has more pixels than the limit of {max_pixels}") from None
     except Image.UnidentifiedImageError:
         raise ValueError(f"{path} is not a readable {', '.join(FORMATS[:-1])} or {FORMATS[-1]} image") from None
-    except (
-        OSError,
-        SyntaxError,
-        ValueError,
-        EOFError,
-        IndexError,
-        KeyError,
-        TypeError,
-        MemoryError,
-        *DECODERS,
-    ) as error:
+    except Exception as error:  # Pillow's decoders raise many kinds for broken files
         if isinstance(error, OSError) and error.errno is not None:  # raised by the system, not by the decoder
             raise ValueError(f"{path} could not be read ({error.strerror})") from None
         raise ValueError(f"{path} is broken or truncated and cannot be decoded ({error})") from None
@@ -88,12 +72,12 @@ class _TooLarge(Exception):
 def _header(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Iterator[Image.Image]:
     with HEADERS, warnings.catch_warnings():  # warning filters are global
         warnings.simplefilter("error", Image.DecompressionBombWarning)
-        found = Image.open(file, formats=FORMATS)
-    with found:
-        width, height = found.size
+        image = Image.open(file, formats=FORMATS)
+    with image:
+        width, height = image.size
         if width * height > max_pixels:
             raise _TooLarge(f"{path} has {width} x {height} pixels, more than the limit of {max_pixels}")
-        yield found
+        yield image
 
 
 def _open(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
@@ -117,39 +101,34 @@ def natural_key(path: str | Path) -> list[tuple[int, int, str]]:
     return [(0, int(part), part) if part.isdecimal() else (1, 0, part) for part in parts if part]
 
 
-def image_files(
-    folder: str | Path,
-    unlisted: list[OSError] | None = None,
-    suffixes: tuple[str, ...] = SUFFIXES,
-) -> list[Path]:
-    """Return the files of a folder with one of the suffixes, in natural order, except hidden ones. Errors of folders
-    that can't be listed go to `unlisted`; without it the first of them is raised. Raises FileNotFoundError if the
-    folder does not exist and ValueError if it has no image.
+def image_files(folder: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[Path]:
+    """Return the files of a folder with one of the suffixes, in natural order, except hidden ones. Raises
+    FileNotFoundError if the folder does not exist, OSError if a part of it can't be listed, and ValueError if it has no
+    image.
     """
     folder = Path(folder)
     if not folder.is_dir():
         raise FileNotFoundError(f"folder {folder} does not exist")
-    lost: list[OSError] = [] if unlisted is None else unlisted
-    files = [path for path in _visible(folder, lost) if path.suffix.lower() in suffixes]
-    if unlisted is None and lost:
-        raise lost[0]
-    if not files and not lost:
+    files = [path for path in _visible(folder) if path.suffix.lower() in suffixes]
+    if not files:
         others = "".join(f", but {count} {kind}" for kind, count in unread_kinds(folder).items())
         raise ValueError(f"the folder {folder} holds no image ({', '.join(suffixes)}){others}")
     return sorted(files, key=natural_key)
 
 
-def _visible(folder: Path, lost: list[OSError]) -> Iterator[Path]:
-    """Yield the files of a folder that are neither hidden nor in a hidden folder. `lost` gets the errors of folders."""
-    for home, folders, names in os.walk(folder, onerror=lost.append):
+def _visible(folder: Path) -> Iterator[Path]:
+    def fail(error: OSError) -> None:
+        raise error
+
+    for home, folders, names in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(home, name) for name in names if not name.startswith("."))
 
 
 def unread_kinds(files: Path | Iterable[Path]) -> Counter[str]:
     """Count, by suffix, the files of a list or folder that look like images of unsupported formats."""
-    found = _visible(files, []) if isinstance(files, Path) else files
-    return Counter(kind for path in found if (kind := path.suffix.lower()) in UNREAD)
+    paths = _visible(files) if isinstance(files, Path) else files
+    return Counter(kind for path in paths if (kind := path.suffix.lower()) in UNREAD)
 
 
 def inside(folder: str | Path, name: str) -> Path:

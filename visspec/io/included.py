@@ -74,7 +74,7 @@ class World:
         from PIL import Image
 
         if first + count > len(self.rows):
-            raise ValueError(f"images: got {first + count}, but the world {self.name!r} has {len(self.rows)} pictures")
+            raise ValueError(f"images: got {first + count}, but the world {self.name!r} has {len(self.rows)} pictures.")
         rows = self.rows[first : first + count]
         return [Image.open(self.folder / row["file_name"]).convert("RGB") for row in rows]
 
@@ -137,12 +137,12 @@ def scenes(world: str | None = None, processor: object = None, use: str = "capti
     """
     worlds = table().worlds
     if not worlds:
-        raise ValueError(f"world: got {world!r}, but no scenes are included without {PACKAGE}")
+        raise ValueError(f"world: got {world!r}, but no scenes are included without {PACKAGE}.")
     if world is None:
         known = worlds.values() if processor is not None else ()
         return next((each for each in known if each.known_to(processor, use)), next(iter(worlds.values())))
     if world not in worlds:
-        raise ValueError(f"world: got {world!r}, expected one of {', '.join(worlds)}")
+        raise ValueError(f"world: got {world!r}, expected one of {', '.join(worlds)}.")
     return worlds[world]
 
 
@@ -170,7 +170,7 @@ def detector() -> Any:
     """Return the detector of the first world. Raises ValueError if there is none."""
     for world in table().worlds.values():
         return world.detector()
-    raise ValueError(f"detector: got none, and no detector is included without {PACKAGE}")
+    raise ValueError(f"detector: got none, and no detector is included without {PACKAGE}.")
 
 
 def parse(prompt: str) -> dict[str, Any]:
@@ -179,17 +179,16 @@ def parse(prompt: str) -> dict[str, Any]:
         for row in world.prompts():
             if row["prompt"] == prompt:
                 return row
-    raise ValueError(f"prompt: got {prompt!r}, expected GenEval's metadata or a prompt of an included world")
+    raise ValueError(f"prompt: got {prompt!r}, expected GenEval's metadata or a prompt of an included world.")
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    """Return the records of a file of JSON lines; empty if there is no file."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()] if file.is_file() else []
 
 
 def _default(name: str) -> str:
     if not name:
-        raise ValueError(f"model: got none, and no model is included without {PACKAGE}. Pass a folder or a hub id")
+        raise ValueError(f"model: got none, and no model is included without {PACKAGE}. Pass a folder or a hub id.")
     return name
 
 

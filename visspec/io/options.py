@@ -52,9 +52,7 @@ def option(help: str = "", default: object = MISSING, **more: object) -> Any:
 
 
 def add_options(parser: argparse.ArgumentParser, record: type) -> None:
-    """Add the fields of a dataclass to a parser. A bool becomes a flag, a list takes several values, a tuple a fixed
-    number, and an annotated type parses its own text.
-    """
+    """Add the fields of a dataclass to a parser. A bool becomes a flag; an annotated type parses its own text."""
     hints = get_type_hints(record, include_extras=True)
     for one in fields(record):
         more = dict(one.metadata)

@@ -51,10 +51,10 @@ def driver_version() -> str | None:
     """Return the version of the GPU driver from `nvidia-smi`; torch only knows the supported CUDA version."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        said = _output_of(query, timeout=30)
+        output = _output_of(query, timeout=30)
     except (OSError, subprocess.SubprocessError):
         return None
-    return said.splitlines()[0].strip() if said else None
+    return output.splitlines()[0].strip() if output else None
 
 
 def triton_version() -> str | None:

@@ -40,19 +40,19 @@ def read_clip(path: str | Path, frames: int = FRAMES, max_pixels: int = MAX_PIXE
             stream = file.streams.video[0]
             if stream.width * stream.height > max_pixels:
                 size = f"{stream.width} x {stream.height} pixels"
-                raise ValueError(f"{path} has {size}, more than the limit of {max_pixels}")
+                raise ValueError(f"{path} has {size}, more than the limit of {max_pixels}.")
             count = sum(packet.pts is not None for packet in file.demux(stream))  # some headers don't contain it
             indices = sorted({(2 * i + 1) * count // (2 * frames) for i in range(frames)})
             file.seek(0)
             chosen = [frame for i, frame in zip(range(indices[-1] + 1), file.decode(stream)) if i in indices]
-            found = [frame.to_image().convert("RGB").rotate(frame.rotation, expand=True) for frame in chosen]
-            fps, indices = float(stream.average_rate or 1), indices[: len(found)]
+            images = [frame.to_image().convert("RGB").rotate(frame.rotation, expand=True) for frame in chosen]
+            fps, indices = float(stream.average_rate or 1), indices[: len(images)]
     except ImportError:
         raise ValueError(f"{path}: av is not installed. Run pip install 'visspec[video]'.") from None
     except FileNotFoundError:
-        raise FileNotFoundError(f"video file {path} does not exist") from None
+        raise FileNotFoundError(f"video file {path} does not exist.") from None
     except (av.FFmpegError, OSError, IndexError) as error:
-        raise ValueError(f"{path} is broken or not a video of {CONTAINERS} and cannot be decoded ({error})") from None
-    if not found:
-        raise ValueError(f"{path} has no frame that can be decoded")
-    return Clip(found, {"total_num_frames": count, "fps": fps, "frames_indices": indices, "duration": count / fps})
+        raise ValueError(f"{path} is broken or not a video of {CONTAINERS} and cannot be decoded ({error}).") from None
+    if not images:
+        raise ValueError(f"{path} has no frame that can be decoded.")
+    return Clip(images, {"total_num_frames": count, "fps": fps, "frames_indices": indices, "duration": count / fps})

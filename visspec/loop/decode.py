@@ -43,17 +43,8 @@ Part = TypeVar("Part")
 def decode(
     target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: DraftLengthPolicy
 ) -> State:
-    """Decode a batch.
-
-    Args:
-        target: The model. Its exceptions are raised.
-        drafter: The drafter, or None. If it fails, the draft is empty (`loop.safe_drafter`).
-        rule: The acceptance rule.
-        request: The batch.
-        length_policy: Chooses the draft length of each round.
-
-    Returns:
-        The finished state with its `output` (trimmed at stops) and `trace`.
+    """Decode a batch. Returns the finished state with its `output` (trimmed at stops) and `trace`. Exceptions of the
+    target are raised. If the drafter fails, its draft is empty (`loop.safe_drafter`).
     """
     state = start(target, drafter, rule, request)
     while state.live:

@@ -84,7 +84,6 @@ class RejectedRegions(Order):
             ]
 
     def _draft_codes(self, decoder: OutOfOrderDecoder) -> tuple[Tensor, Tensor]:
-        """Return codes (B, places) and which of them are drafted. None is if the drafter failed."""
         assert self.drafter is not None
         drafted_BN = self.drafter.sketch(decoder.state)
         codebook = decoder.target.capabilities.codebook

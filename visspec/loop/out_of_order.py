@@ -33,15 +33,11 @@ NOWHERE = -1  # position of padding nodes
 
 @torch.inference_mode()
 def decode_wavefront(target: Target, request: Request, schedule: Callable[[OutOfOrderDecoder], None]) -> State:
-    """Decode a batch of images. Returns the finished state, as `decode` does.
+    """Decode a batch of images; `schedule` generates all positions. Raises ValueError for unsupported requests.
 
-    `trace.rounds` has an entry for each pass of the target except prefill and audit. `trace.origin` is "drafted" for
-    accepted codes and "plain" for the others. `state.memory` has the pass number of each token, (B, T) as lists.
-
-    Args:
-        target: The model.
-        request: The batch. Raises ValueError if it can't be decoded out of order.
-        schedule: A function that generates all positions.
+    In the returned state, `trace.rounds` has an entry for each pass of the target except prefill and audit,
+    `trace.origin` is "drafted" for accepted codes and "plain" for the others, and `memory` has the pass number of each
+    token, (B, T).
     """
     for name, value in (("processors", request.sampling.processors), ("stop", request.stop), ("eos", request.eos)):
         if value:
@@ -92,10 +88,10 @@ class OutOfOrderDecoder:
 
     def due(self, b: int) -> Places:
         """Return the positions to run in a row's next pass: the fresh ones, each with the following grammar tokens."""
-        found = []
+        places = []
         for place in self.fresh[b]:
-            found += self.tail(place)
-        return found
+            places += self.tail(place)
+        return places
 
     def tail(self, place: int) -> Places:
         """Return a place and the grammar that follows it."""
@@ -209,9 +205,7 @@ class OutOfOrderDecoder:
 
 
 def audit(decoder: OutOfOrderDecoder) -> Tensor:
-    """Return the drift (B,): the summed total variation between the distributions used and those given all
-    predecessors.
-    """
+    """Return the drift (B,): the total variation from the distributions given all predecessors, summed over places."""
     state = decoder.state
     device, last = decoder.tokens_BT.device, decoder.total - 1
     where_BN = torch.arange(last, device=device).expand(decoder.rows, -1)

@@ -37,9 +37,7 @@ class TokenBuffer:
         return [values[n] for n in path[1:]] + following
 
     def append(self, row: int, new_tokens: list[int]) -> int:
-        """Add a row's new tokens up to its first stop, and return how many were added. Tokens after a stop within an
-        accepted path are dropped, as in plain decoding.
-        """
+        """Add a row's new tokens up to its first stop, as in plain decoding, and return how many were added."""
         request, tokens = self.request.of(row)[0], self.tokens[row]
         before = len(tokens)
         for token in new_tokens:
@@ -64,8 +62,8 @@ class TokenBuffer:
         if on_tokens is not None and on_tokens(tokens[len(tokens) - count :]):
             self.finished.add(row)
 
-    def in_generation_order(self, row: int, items: list[Any], given: str | int | None = None) -> list[Any]:
-        """Return items of a row's nodes in the order of `values`, with `given` for nodes that were not drawn."""
+    def in_raster_order(self, row: int, items: list[Any]) -> list[Any]:
+        """Return items of a row's nodes in the order of `values`."""
         return items
 
     def values(self, row: int) -> Tensor:

@@ -86,9 +86,7 @@ class SafeDrafter(Drafter):
     def _try(
         self, state: State, method: Callable[..., Any], *arguments: object, check: Callable[..., Any] | None = None
     ) -> Any:
-        """Call a method of the drafter and check the result. Returns None if it fails, or has failed in this
-        request.
-        """
+        """Call a method of the drafter and check the result. Returns None once it has failed in this request."""
         if not state.drafting:
             return None
         try:
@@ -118,20 +116,19 @@ class SafeDrafter(Drafter):
         )
 
     def _check_draft(self, draft: Draft, state: State, depth: int) -> Draft:
-        """Return the draft with invalid nodes masked. Raises an exception for wrong types and shapes."""
         if not isinstance(draft, Draft):
-            raise TypeError(f"propose: got {type(draft).__name__}, expected a Draft")
+            raise TypeError(f"propose: got {type(draft).__name__}, expected a Draft.")
         tree, rows, like = draft.tree, len(state.rows), self.limits
         size = tree.size
         if size == 1:
             return trees.empty_draft(state.pending)
         if not 1 <= size <= MAX_NODES:
-            raise ValueError(f"tree: got {size} nodes, expected the root and at most {MAX_NODES - 1} others")
+            raise ValueError(f"tree: got {size} nodes, expected the root and at most {MAX_NODES - 1} others.")
         if tree.levels > depth:
-            raise ValueError(f"levels: got {tree.levels}, expected at most {depth}")
+            raise ValueError(f"levels: got {tree.levels}, expected at most {depth}.")
         if not (self.trees or tree.chain):
             raise ValueError(
-                "tree: got a branching draft, expected a chain, because target or rule do not support trees"
+                "tree: got a branching draft, expected a chain, because target or rule do not support trees."
             )
         shape = (1 if len(tree.parent) == 1 else rows, size)
         check_tensor("tree.parent", tree.parent, shape, torch.long, like.device)
@@ -153,7 +150,7 @@ class SafeDrafter(Drafter):
         if self.debug:
             trees.check(tree)
             if bool(wrong[:, 1:].any()):
-                raise ValueError(f"propose: got nodes {wrong.nonzero().tolist()} with an invalid value or distribution")
+                raise ValueError(f"propose: nodes {wrong.nonzero().tolist()} have an invalid value or distribution.")
         assert state.refused is not None  # since `start`
         state.refused += wrong[:, 1:].sum()
         # truncate rows as in a batch of one, so that random numbers don't depend on the batch

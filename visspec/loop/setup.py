@@ -79,23 +79,17 @@ def build_setup(
     graphs: bool | None = False,
     debug: bool = False,
 ) -> DecodingSetup[TargetT]:
-    """Build a setup and check that its parts fit together.
+    """Build a setup and check that its parts fit together. Raises ValueError if they don't.
 
     Args:
-        drafter: The drafter, or None for plain decoding.
-        name: Name of the drafter, for statistics.
         rule: The acceptance rule. It is bound here, so pass a copy.
         subject: The model or family that is passed to the drafter's `attach`.
         make_target: Builds the target for a drafter's traits.
         order: None for islands if drafter and rule support whole images, else raster.
         levels: Maximum draft depth.
         length: Makes the draft-length policy. By default `AdaptiveLength`; `FixedLength` for drafters of a fixed depth.
-        compile: Compile the drafter too.
         graphs: Record the target's passes and the verdicts as CUDA graphs; None if that is faster.
         debug: Raise the drafter's exceptions.
-
-    Raises:
-        ValueError: If the parts are incompatible.
     """
     if drafter is not None:
         drafter.attach(subject)
@@ -121,12 +115,12 @@ def build_setup(
         order = RejectedRegions() if traits.whole_images and rule.traits.whole_images else Raster()
     if not order.raster and target.capabilities.distribution is not order.distribution:
         kinds = order.distribution.__name__, target.capabilities.distribution.__name__
-        raise ValueError(f"order: got {type(order).__name__} for {kinds[0]}, expected raster or one for {kinds[1]}")
+        raise ValueError(f"order: got {type(order).__name__} for {kinds[0]}, expected raster or one for {kinds[1]}.")
     check_order(order, target)
     length_policy = (length or (AdaptiveLength if traits.adaptive_depth else FixedLength))(levels or traits.levels)
     if not traits.adaptive_depth and not isinstance(length_policy, FixedLength):
         kind = type(length_policy).__name__
-        raise ValueError(f"length: got {kind} for {type(drafter).__name__}, expected 'fixed', as its drafts are")
+        raise ValueError(f"length: got {kind} for {type(drafter).__name__}, expected 'fixed', as its drafts are.")
     if drafter is not None:
         length_policy.structures = drafter.structures
         length_policy.counts_nodes = traits.counts_nodes
@@ -145,17 +139,17 @@ def check_order(order: Order, target: Target) -> None:
 
 def check(drafter: Drafter | None, rule: Acceptance, target: Target) -> None:
     """Raise ValueError if the rule does not support the target's nodes or the drafter's drafts."""
-    name, wanted = type(rule.inner).__name__, target.capabilities.distribution
-    if (judged := rule.traits.distribution) is not wanted:
-        raise ValueError(f"acceptance: {name} judges {judged.__name__} distributions, expected {wanted.__name__}")
+    name, expected = type(rule.inner).__name__, target.capabilities.distribution
+    if (judged := rule.traits.distribution) is not expected:
+        raise ValueError(f"acceptance: {name} judges {judged.__name__} distributions, expected {expected.__name__}.")
     if drafter is None:
         return
     kind = type(drafter).__name__
     takes = target.capabilities
     if drafter.traits.trees and (rule.traits.chains_only or not takes.trees):
         drafter.restrict_to_chains()
-    if (drafted := drafter.traits.distribution) is not wanted:
-        raise ValueError(f"drafter: {kind} drafts for {drafted.__name__} distributions, expected {wanted.__name__}")
+    if (drafted := drafter.traits.distribution) is not expected:
+        raise ValueError(f"drafter: {kind} drafts for {drafted.__name__} distributions, expected {expected.__name__}.")
     traits, trees = drafter.traits, drafter.traits.trees
     faults = {
         "runs layers of the target, expected one whose layers can be left out": traits.partial and not takes.layers,

@@ -9,13 +9,12 @@ from dataclasses import dataclass, field
 from visspec.loop.setup import DecodingSetup
 from visspec.types import Request, Round, State
 
-COLOURS = {"plain": "#555555", "drafted": "#00724d", "bonus": "#0b5cad", "corrected": "#b34700", "given": "#6f6f6f"}
+COLOURS = {"plain": "#555555", "drafted": "#00724d", "bonus": "#0b5cad", "corrected": "#b34700"}
 MEANING = {
     "plain": "no draft",
     "drafted": "drafted and accepted",
     "bonus": "bonus after a full path",
     "corrected": "corrected by the target",
-    "given": "given, not drawn",
 }
 
 
@@ -100,7 +99,9 @@ class Stats:
     def _repr_html_(self) -> str:
         legend = " · ".join(f'<b style="color:{COLOURS[o]}">{MEANING[o]}</b>' for o in COLOURS)
         rows = "".join(f"<p>{html_spans(row)}</p>" for row in self.pieces)
-        return f'<div style="font-family:sans-serif">{rows}<p>{legend}</p><pre>{html.escape(str(self))}</pre></div>'
+        # dark text on white is readable in dark notebooks, too
+        style = "font-family:sans-serif;color:#1b1b1b;background:#ffffff;padding:.5em"
+        return f'<div style="{style}">{rows}<p>{legend}</p><pre>{html.escape(str(self))}</pre></div>'
 
 
 def drift_total(state: State, guarantee: str) -> float | None:

@@ -174,7 +174,6 @@ class Stream:
         yield from lane.leavers()
 
     def _admit(self, queue: Iterator) -> Iterator[Answer]:
-        """Fill free slots with ready rows, and prefill if there are none."""
         while (free := self.slots - sum(len(lane.state.rows) for lane in self.lanes)) > 0:
             if not self.ready:
                 yield from self._pull(queue)
@@ -196,7 +195,6 @@ class Stream:
                 self.ready.popleft()
 
     def _pull(self, queue: Iterator) -> Iterator[Answer]:
-        """Take requests from the queue, up to the number that is prefilled together."""
         while len(self.waiting) < self.ahead and not self.over:
             try:
                 entry = next(queue)
@@ -212,7 +210,6 @@ class Stream:
                 self.waiting.append(Row(id, request))
 
     def _group(self) -> list[Row]:
-        """Remove and return the first waiting row, and those that can be prefilled with it."""
         kind = self.kind(self.waiting[0].request)
         group = [row for row in self.waiting if self.kind(row.request) == kind]
         self.waiting = [row for row in self.waiting if row not in group]
@@ -247,12 +244,11 @@ class Stream:
             self.ready.append(opened)
 
     def _move(self, ready: RunningBatch, lane: RunningBatch, take: list[int]) -> None:
-        """Join rows of a group to a lane, in the places of rows that have left it."""
-        taken = [ready.state.rows[b] for b in take]
+        numbers = [ready.state.rows[b] for b in take]
         free = [n for n in range(len(lane.state.tokens)) if n not in lane.rows]
         more = range(len(lane.state.tokens), len(lane.state.tokens) + len(take))
         places = [*free, *more][: len(take)]
-        lane.rows |= {place: ready.rows.pop(number) for place, number in zip(places, taken)}
+        lane.rows |= {place: ready.rows.pop(number) for place, number in zip(places, numbers)}
         ready.left = ready.left[len(take) :]
         join(lane.state, self.setup.target, self.setup.drafter, ready.state, take, places)
 
@@ -269,9 +265,7 @@ def fill_places(stay: list[bool]) -> list[int] | None:
 def join(
     state: State, target: Target, drafter: Drafter | None, other: State, take: list[int], places: list[int]
 ) -> None:
-    """Add the live rows `take` of another batch of the same kind, which is not changed. Their numbers become `places`:
-    those of rows that have left, or the next ones.
-    """
+    """Add the live rows `take` of another batch of the same kind, which is not changed, at `places`."""
     rows = [other.rows[b] for b in take]
     for row, place in zip(rows, places):
         state.request.each[place : place + 1] = other.request.each[row : row + 1]
@@ -293,7 +287,6 @@ def join(
 
 
 def _merged_drift(state: State, other: State, rows: list[int], places: list[int]) -> Tensor:
-    """Return the drift with the values of joined rows at their places."""
     old, new = state.drift, other.drift
     meter = state.position.new_zeros(len(state.trace.origin), dtype=torch.float32 if old is None else old.dtype)
     if old is not None:

@@ -39,9 +39,7 @@ class VisitOrder(Raster):
 
 
 class SpreadOrder(VisitOrder):
-    """Draws each code as far as possible from all earlier ones, by Euclidean distance, starting at the first place.
-    Ties are resolved in raster order.
-    """
+    """Draws each code as far as possible from all earlier ones; ties are resolved in raster order."""
 
     name = "spread"
 
@@ -69,11 +67,11 @@ class ListedOrder(VisitOrder):
         self.order = tuple(index(place) for place in order)
         count = len(self.order)
         if sorted(self.order) != list(range(count)):
-            raise ValueError(f"order: got {count} places, expected each of 0..{count - 1} once")
+            raise ValueError(f"order: got {count} places, expected each of 0..{count - 1} once.")
 
     def places(self, rows: int, columns: int) -> Sequence[int]:
         if len(self.order) != rows * columns:
-            raise ValueError(f"order: got {len(self.order)} places, expected the {rows} * {columns} of the image")
+            raise ValueError(f"order: got {len(self.order)} places, expected the {rows} * {columns} of the image.")
         return self.order
 
 
@@ -82,11 +80,11 @@ def spread(rows: int, columns: int) -> tuple[int, ...]:
     """Compute the farthest-first order of `SpreadOrder`."""
     place = torch.arange(rows * columns)
     at = torch.stack([place // columns, place % columns], dim=1)
-    near, found = torch.full((len(place),), rows**2 + columns**2 + 1), [0]
+    near, order = torch.full((len(place),), rows**2 + columns**2 + 1), [0]
     for _ in range(len(place) - 1):
-        near = torch.minimum(near, (at - at[found[-1]]).square().sum(dim=1))
-        found.append(int(near.argmax()))
-    return tuple(found)
+        near = torch.minimum(near, (at - at[order[-1]]).square().sum(dim=1))
+        order.append(int(near.argmax()))
+    return tuple(order)
 
 
 @lru_cache(maxsize=64)

@@ -22,7 +22,7 @@ def picture(world: str, seed: int) -> tuple[Image.Image, str]:
     `scene.HELD_OUT_SEED` on are held out; the first 256 of these are in `visspec/toys/heldout`.
     """
     if world not in SIDES:
-        raise ValueError(f"world: got {world!r}, expected one of {', '.join(SIDES)}")
+        raise ValueError(f"world: got {world!r}, expected one of {', '.join(SIDES)}.")
     if world == "shapes":
         shown = scene.scene_from_seed(seed)
         return Image.fromarray(render.render(shown, SIDES[world])), captions.caption(shown)

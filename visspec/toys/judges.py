@@ -21,9 +21,7 @@ WARNING = (
 
 
 def foreign(paths: Iterable[Path], max_pixels: int) -> str | None:
-    """Return a sentence about the first image that is not a rendered scene of shapes, or None. Unreadable files are
-    skipped.
-    """
+    """Return a sentence about the first readable image that is not a rendered scene of shapes, or None."""
     detector = ShapeDetector(min_radius=0.07, max_radius=0.135)  # radii of caption scenes
     for path in paths:
         try:

@@ -57,15 +57,13 @@ class Recorder(Drafter):
 
 
 def _law(target: Target, request: Request, prefill: Scores) -> Callable[[Tensor], Tensor] | None:
-    """Return the target's function from states to distributions if it reproduces the one after the prompt, up to
-    rounding.
-    """
+    """Return the target's function from states to distributions if it reproduces the one after the prompt."""
     law, states = target.law(request), prefill.aux.get("states")
     if law is None or states is None:
         return None
-    found, expected = (logits.softmax(dim=-1) for logits in (law(states), categorical(prefill.distribution).logits))
+    actual, expected = (logits.softmax(dim=-1) for logits in (law(states), categorical(prefill.distribution).logits))
     close = 1e-3 if states.dtype in (torch.float32, torch.float64) else 0.1
-    same = found.shape == expected.shape and bool((found - expected).abs().sum(dim=-1).max() < close)
+    same = actual.shape == expected.shape and bool((actual - expected).abs().sum(dim=-1).max() < close)
     return law if same else None
 
 
@@ -82,7 +80,6 @@ def features_of(scores: Scores, ids_BN: Tensor) -> Tensor:
 
 
 def _padded(answers: Sequence[list[int]], device: torch.device) -> Tensor:
-    """Return answers (B, M), right-padded with zeros."""
     longest = max(map(len, answers))
     return torch.tensor([ids + [0] * (longest - len(ids)) for ids in answers], device=device)
 
@@ -166,36 +163,36 @@ def _positions(prompt: Tensor, rows: int, answer: int) -> Tensor:
     return torch.cat([positions, positions[..., -1:] + steps], dim=-1)
 
 
-def split(lesson: TrainingBatch, rows: int) -> list[TrainingBatch]:
+def split(batch: TrainingBatch, rows: int) -> list[TrainingBatch]:
     """Split into batches of at most `rows` rows, sorted by answer length, each padded to its longest answer."""
-    order = sorted(range(len(lesson.lengths)), key=lambda b: lesson.lengths[b])
-    return [_part(lesson, order[i : i + rows]) for i in range(0, len(order), rows)]
+    order = sorted(range(len(batch.lengths)), key=lambda b: batch.lengths[b])
+    return [_part(batch, order[i : i + rows]) for i in range(0, len(order), rows)]
 
 
-def _part(lesson: TrainingBatch, rows: list[int]) -> TrainingBatch:
-    lengths = [lesson.lengths[b] for b in rows]
+def _part(batch: TrainingBatch, rows: list[int]) -> TrainingBatch:
+    lengths = [batch.lengths[b] for b in rows]
     more = max(lengths)
-    end = lesson.prompt_length + more
+    end = batch.prompt_length + more
 
     def own(value: Tensor | None) -> Tensor | None:
         return None if value is None else value[rows]
 
     return replace(
-        lesson,
-        ids=lesson.ids[rows, :end],
+        batch,
+        ids=batch.ids[rows, :end],
         lengths=lengths,
-        features=lesson.features[rows, : end - 1],
-        states=lesson.states[rows, : more - 1],
-        best=lesson.best[rows, : more - 1],
-        positions=lesson.positions[..., rows, : end - 1],
-        host_ids=lesson.host_ids[rows, :end],
-        attention=own(lesson.attention),
-        embeddings=own(lesson.embeddings),
-        host_attention=own(lesson.host_attention),
+        features=batch.features[rows, : end - 1],
+        states=batch.states[rows, : more - 1],
+        best=batch.best[rows, : more - 1],
+        positions=batch.positions[..., rows, : end - 1],
+        host_ids=batch.host_ids[rows, :end],
+        attention=own(batch.attention),
+        embeddings=own(batch.embeddings),
+        host_attention=own(batch.host_attention),
     )
 
 
-def to(lesson: TrainingBatch, dtype: torch.dtype) -> TrainingBatch:
+def to(batch: TrainingBatch, dtype: torch.dtype) -> TrainingBatch:
     """Cast features and embeddings, so that a half-precision target can train a drafter in float32."""
-    embeddings = None if lesson.embeddings is None else lesson.embeddings.to(dtype)
-    return replace(lesson, features=lesson.features.to(dtype), embeddings=embeddings)
+    embeddings = None if batch.embeddings is None else batch.embeddings.to(dtype)
+    return replace(batch, features=batch.features.to(dtype), embeddings=embeddings)

@@ -13,7 +13,6 @@ sums. Shapes: K steps of a rollout.
 
 from __future__ import annotations
 
-import copy
 import os
 import shutil
 import time
@@ -28,7 +27,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from visspec.io.checkpoint import read_json
@@ -48,11 +46,9 @@ FREE = ("save_every", "keep")  # options that a resumed run may change, since th
 
 
 class SingleProcess:
-    """The processes of a run: here one, or several that do the same. `api.train_processes.Workers` are several that
-    train on their own batches and average gradients.
-    """
+    """The process of a run. `api.train_processes.Workers` are several, which average gradients."""
 
-    world, sharded = 1, False  # sharded: whether the trained module's weights are distributed over processes
+    world = 1
     device = torch.device("cpu")  # the device of this process, if there are several
 
     def __init__(self, rank: int = 0):
@@ -71,18 +67,8 @@ class Trainer:
     """A training run. Weights, optimiser and progress are saved to `folder` every `save_every` steps.
 
     The folder holds the drafter with the best validation, by the mean of its `tau`s, or the last one without
-    validations. If `store` is set, it keeps the target's answers.
-
-    Args:
-        target: The model that generates answers.
-        drafter: The drafter to train.
-        rule: The acceptance rule of the loop.
-        prompts: Returns request i, numbered over all processes.
-        plan: The options.
-        folder: Where the run is saved, by the first process.
-        provenance: Provenance of the drafter. A resumed run must have the same `settings` and plan.
-        validate: Returns figures of a validation.
-        workers: The processes.
+    validations. If `store` is set, it keeps the target's answers. `prompts` returns request i, numbered over all
+    processes. A resumed run must have the same plan and `settings` in its provenance.
     """
 
     def __init__(
@@ -102,11 +88,7 @@ class Trainer:
         self.store: Store | None = None
         self.head: nn.Module = drafter.head
         self.workers = workers = workers or SingleProcess()
-        student = drafter
-        if workers.sharded:  # the drafter keeps whole weights, for validation and files
-            student = copy.copy(drafter)
-            student.head = copy.deepcopy(drafter.head)
-        module = Step(student, plan)
+        module = Step(drafter, plan)
         matrices = [p for p in module.parameters() if p.dim() > 1]
         vectors = [p for p in module.parameters() if p.dim() < 2]
         groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -127,18 +109,9 @@ class Trainer:
     def run(
         self, report: Callable[[dict], None] | None = None, answered: Callable[[int, int], None] | None = None
     ) -> list[dict]:
-        """Train to the last step.
-
-        Args:
-            report: Called with a record after each step whose loss is read: every step on a CPU, one in `READS`
-                elsewhere.
-            answered: Called with the number of requests of a group that the target has answered, and their total.
-
-        Returns:
-            All validations.
-
-        Raises:
-            ValueError: After `PATIENCE` consecutive skipped updates. Skipped updates that are read also warn.
+        """Train to the last step and return all validations. `report` is called with a record after each step whose
+        loss is read: every step on a CPU, one in `READS` elsewhere. `answered` is called with the number of answered
+        requests of a group, and their total. Raises ValueError after `PATIENCE` consecutive skipped updates.
         """
         start, self.answered = time.time() - self.seconds, answered
         with self.training():
@@ -166,20 +139,20 @@ class Trainer:
     def training(self) -> Iterator[None]:
         """Disable gradients of the target's modules, and reset the drafter's cached values before and after."""
         frozen = [p for module in self.drafter.borrowed for p in module.parameters()]
-        wanted = [p.requires_grad for p in frozen]
+        required = [p.requires_grad for p in frozen]
         self.drafter.refresh()
         try:
             for p in frozen:
                 p.requires_grad_(False)
             yield
         finally:
-            for p, flag in zip(frozen, wanted):
+            for p, flag in zip(frozen, required):
                 p.requires_grad_(flag)
             self.drafter.refresh()
 
     def _check_accumulate(self) -> None:
         if self.accumulate % self.workers.world:
-            raise ValueError(f"accumulate: got {self.accumulate}, expected a multiple of {self.workers.world}")
+            raise ValueError(f"accumulate: got {self.accumulate}, expected a multiple of {self.workers.world}.")
 
     @property
     def streams(self) -> range:
@@ -191,9 +164,7 @@ class Trainer:
         return self.plan.parts(self.accumulate)
 
     def lessons(self, step: int) -> list[TrainingBatch]:
-        """Return this process's training batches of a step. A group is generated at its first step, or the first after
-        a resume.
-        """
+        """Return this process's training batches of a step. A group is generated when it is first needed."""
         plan = self.plan
         index, within = divmod(step, self.parts * plan.reuse)
         if self._group[0] != index:
@@ -205,19 +176,18 @@ class Trainer:
         return [stream[int(orders[-1][place])] for stream in self._group[1]]
 
     def _answers(self, index: int) -> list[list[TrainingBatch]]:
-        """Return the training batches of a group, by stream."""
-        plan, found = self.plan, list[list[TrainingBatch]]()
+        plan, streams = self.plan, list[list[TrainingBatch]]()
         count = plan.batches(self.accumulate)
         for stream in self.streams:
             parts: list[TrainingBatch] = []
             for place in range(count):
                 parts += split(self.answers((index * count + place) * self.accumulate + stream), plan.rows)
                 if self.answered is not None:
-                    self.answered(len(found) * count + place + 1, len(self.streams) * count)
+                    self.answered(len(streams) * count + place + 1, len(self.streams) * count)
             if len(parts) != self.parts:
-                raise ValueError(f"batch: got {plan.batch}, expected the rows of a request of `prompts`")
-            found.append(parts)
-        return found
+                raise ValueError(f"batch: got {plan.batch}, expected the rows of a request of `prompts`.")
+            streams.append(parts)
+        return streams
 
     def answers(self, number: int) -> TrainingBatch:
         """Return the target's answers to a request, or the data's own, from the store if it has them."""
@@ -231,27 +201,26 @@ class Trainer:
         """Run one optimiser step. Returns (K + 2,) on the device: the loss, the agreement at each step of the rollout,
         and the number of consecutive updates skipped for non-finite gradients, including this one.
         """
-        plan, found = self.plan, []
+        plan, figures = self.plan, []
         for group in self.optimiser.param_groups:
             group["lr"] = plan.rate_at(self.step)
         self.module.train()
         self.optimiser.zero_grad(set_to_none=True)
-        for stream, lesson in zip(self.streams, lessons):
-            lesson = to(lesson, next(self.head.parameters()).dtype)
+        for stream, batch in zip(self.streams, lessons):
+            batch = to(batch, next(self.head.parameters()).dtype)
             with torch.random.fork_rng():  # makes random numbers in training a function of the batch's number
                 torch.manual_seed(plan.seed * 1_000_003 + self.step * self.accumulate + stream)
-                loss, agreed = self.module(lesson, plan.loss_at(self.step))
+                loss, agreed = self.module(batch, plan.loss_at(self.step))
             (loss / len(lessons)).backward()
-            found.append(torch.cat([loss.detach()[None], agreed]))
-        norm = whole(nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip))  # equal in every process
+            figures.append(torch.cat([loss.detach()[None], agreed]))
+        norm = nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip)  # equal in every process
         wrong = ~torch.isfinite(norm)
         self.left_out = torch.where(wrong, self.left_out + 1, 0)
         self.optimiser.found_inf = wrong.float()  # type: ignore[attr-defined]  # as a `GradScaler` tells it
         self.optimiser.step()
-        return torch.cat([torch.stack(found).mean(dim=0), self.left_out[None]])
+        return torch.cat([torch.stack(figures).mean(dim=0), self.left_out[None]])
 
     def _read(self, figures: Tensor) -> dict[str, Any]:
-        """Read the result of `update` from the device and return its record."""
         loss, *agreed, left_out = figures.tolist()
         if left_out:
             where = f"the gradient of step {self.step} is not finite, and of {left_out - 1:.0f} before it"
@@ -264,22 +233,12 @@ class Trainer:
         return {"loss": round(loss, 4), "kind": kind, "agreed": [round(a, 3) for a in agreed]}
 
     def _trained_weights(self) -> list[tuple[str, Tensor]]:
-        """Return the trained weights by their names in the head."""
         named = self.module.named_parameters()
         return [(name.removeprefix("module.").removeprefix("head."), p) for name, p in named]
-
-    @torch.no_grad()
-    def _gather(self) -> None:
-        """Gather whole weights for the drafter if they are sharded."""
-        if self.workers.sharded:
-            own = dict(self.head.named_parameters())
-            for name, p in self._trained_weights():
-                own[name].copy_(whole(p))
 
     def _validate(self) -> dict[str, float]:
         if self.validate is None:
             return {}
-        self._gather()
         self.drafter.refresh()
         figures = self.workers.first(self.validate())
         self.drafter.refresh()
@@ -300,12 +259,11 @@ class Trainer:
         `run/progress.json` contains the step and is replaced in one move when the checkpoint is complete. If the run
         ends earlier, it still has the previous checkpoint.
         """
-        self._gather()
         state = self.optimiser.state
         entries = [
             (f"{name}/{key}", value) for name, p in self._trained_weights() for key, value in state.get(p, {}).items()
         ]
-        tensors = {name: whole(value.detach()).contiguous() for name, value in entries}
+        tensors = {name: value.detach().contiguous() for name, value in entries}
         if self.workers.rank:
             return
         self.kept = [*(step for step in self.kept if step < self.step), self.step][-self.plan.keep :]
@@ -342,10 +300,10 @@ class Trainer:
             return False
         progress, record = read_json(self.folder / RUN, PROGRESS), read_json(saved / DRAFTER, PROVENANCE)
         planned = {**record.get("settings", {}), **progress["plan"]}
-        asked = {**self.provenance.get("settings", {}), **asdict(self.plan)}
-        for name, value in asked.items():
+        settings = {**self.provenance.get("settings", {}), **asdict(self.plan)}
+        for name, value in settings.items():
             if name not in FREE and planned.get(name) != value:
-                raise ValueError(f"resume: got {name} {value!r}, expected {planned.get(name)!r} as in {self.folder}")
+                raise ValueError(f"resume: got {name} {value!r}, expected {planned.get(name)!r} as in {self.folder}.")
         self.accumulate = progress["accumulate"]
         self._check_accumulate()
         with safe_open(saved / OPTIMISER, framework="pt") as file:
@@ -356,7 +314,7 @@ class Trainer:
         for name, p in self._trained_weights():
             entries = {k.rpartition("/")[2]: v for k, v in tensors.items() if k.rpartition("/")[0] == name}
             if entries:
-                self.optimiser.state[p] = {key: spread(value.to(p.device), p) for key, value in entries.items()}
+                self.optimiser.state[p] = {key: value.to(p.device) for key, value in entries.items()}
         self.step, self.seconds, self.history = progress["step"], progress["seconds"], progress["validations"]
         self.curve, self.kept, self.best = progress["curve"], progress["kept"], progress["best"]
         if self.workers.rank == 0:
@@ -368,15 +326,3 @@ def checkpoint(folder: str | Path) -> Path | None:
     """Return the folder of the last complete checkpoint of a run, with that of its drafter, or None."""
     run = Path(folder) / RUN
     return run / f"step-{read_json(run, PROGRESS).get('step')}" if (run / PROGRESS).is_file() else None
-
-
-def whole(value: Tensor) -> Tensor:
-    """Gather a tensor that is sharded over processes; return others unchanged."""
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def spread(value: Tensor, like: Tensor) -> Tensor:
-    """Shard a whole tensor over processes like `like`, if it has the same shape."""
-    if not isinstance(like, DTensor) or value.shape != like.shape:
-        return value
-    return distribute_tensor(value, like.device_mesh, like.placements)

@@ -70,7 +70,7 @@ KINDS = {"tv": tv, "soft_ce": soft_ce, "kl": kl}
 def of(kind: str):
     """Return a loss by name; only q gets a gradient. Raises ValueError for an unknown name."""
     if kind not in KINDS:
-        raise ValueError(f"loss: got {kind!r}, expected one of {', '.join(KINDS)}")
+        raise ValueError(f"loss: got {kind!r}, expected one of {', '.join(KINDS)}.")
     return KINDS[kind]
 
 
@@ -108,14 +108,9 @@ def rollout_loss(
     """Return the sum over steps of the mean loss of their elements, and the agreement of each step (K,).
 
     Logits are computed in chunks of at most `ELEMENTS` numbers. The gradient of a chunk is taken, and the chunk is
-    freed, before the next one. The loss can be differentiated once.
-
-    Args:
-        steps: The rollout.
-        weights: Weights (B, T) of each step's elements.
-        law: Maps places (N,) in the batch flattened to (B * count,) to the target's logits (N, width).
-        each: Maps a chunk to losses and agreements (N,) of its elements.
-        parameters: Parameters that `each` uses besides the states.
+    freed, before the next one. The loss can be differentiated once. `weights` (B, T) are those of each step's elements.
+    `law` maps places (N,) in the batch flattened to (B * count,) to the target's logits (N, width), and `each` maps a
+    chunk to losses and agreements (N,), using `parameters` besides the states.
     """
     graph, device = torch.is_grad_enabled(), weights[0].device
     shares = [weight.flatten().float() / weight.sum().clamp(min=1) for weight in weights]
@@ -138,15 +133,12 @@ def rollout_loss(
                         if gradient is not None:
                             used[p] = used[p].add_(gradient) if p in used else gradient
     if graph:
-        found = [gradient.view_as(step.states) for gradient, step in zip(known, steps)]
-        total = _KnownGradient.apply(total, [*found, *used.values()], *(step.states for step in steps), *used)
+        gradients = [gradient.view_as(step.states) for gradient, step in zip(known, steps)]
+        total = _KnownGradient.apply(total, [*gradients, *used.values()], *(step.states for step in steps), *used)
     return total, agreed
 
 
 def _places(steps: Rollout, count: int) -> Iterator[tuple[Tensor, list[int]]]:
-    """Yield places in the flattened batch (N,) and the steps that predict them, all at once if they predict every
-    place.
-    """
     whole = [k for k, step in enumerate(steps) if step.place is None]
     for members in ([whole] if whole else []) + [[k] for k in range(len(steps)) if k not in whole]:
         states, _, place = steps[members[0]]
@@ -161,9 +153,7 @@ def distance(predicted_Nd: Tensor, feature_Nd: Tensor) -> Tensor:
 
 
 def confidence(expected_N: Tensor, q_logits_NV: Tensor, p_logits_NV: Tensor) -> Tensor:
-    """Return the binary cross-entropy (N,) of predicted acceptance rates with the rates 1 - TV(p, q) (DSpark, arXiv
-    2607.05147). Only `expected` gets a gradient.
-    """
+    """Return the cross-entropy (N,) of predicted acceptance rates with 1 - TV(p, q) (DSpark, arXiv 2607.05147)."""
     rate_N = 1 - tv(q_logits_NV.detach(), p_logits_NV)
     return F.binary_cross_entropy_with_logits(expected_N.float(), rate_N.clamp(0, 1), reduction="none")
 
@@ -177,38 +167,37 @@ class Step(nn.Module):
         self.plan = plan
         self._drafter = (drafter,)  # a tuple hides the target's modules, which are not trained
 
-    def forward(self, lesson: TrainingBatch, kind: str) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: TrainingBatch, kind: str) -> tuple[Tensor, Tensor]:
         """Return the loss and the agreement (K,) at each step of the rollout."""
         (drafter,), plan, ids = self._drafter, self.plan, self._drafter[0].ids
-        with self._autocast(lesson):
-            rollout = drafter.rollout(lesson, plan.unroll)
+        with self._autocast(batch):
+            rollout = drafter.rollout(batch, plan.unroll)
         weights = [step.weight for step in rollout]
         if ids is not None:  # distributions over these ids, where the target's choice is among them (EAGLE-3)
-            inside_BT = torch.isin(lesson.best, ids)
+            inside_BT = torch.isin(batch.best, ids)
             weights = [weight * inside_BT for weight in weights]
-        states_NX = lesson.states.flatten(0, 1)
+        states_NX = batch.states.flatten(0, 1)
 
         def law(at_N: Tensor) -> Tensor:
-            logits_NV = lesson.law(states_NX[at_N])
+            logits_NV = batch.law(states_NX[at_N])
             return logits_NV if ids is None else logits_NV[:, ids]
 
-        each = partial(self._each, lesson, kind, [plan.decay**k for k in range(len(rollout))])
+        each = partial(self._each, batch, kind, [plan.decay**k for k in range(len(rollout))])
         parameters = [p for p in self.head.parameters() if p.requires_grad]
-        return rollout_loss(rollout, weights, law, each, lesson.best.shape[1], lesson.width, parameters)
+        return rollout_loss(rollout, weights, law, each, batch.best.shape[1], batch.width, parameters)
 
-    def _autocast(self, lesson: TrainingBatch) -> torch.autocast:
-        return torch.autocast(lesson.ids.device.type, torch.bfloat16, enabled=self.plan.autocast)
+    def _autocast(self, batch: TrainingBatch) -> torch.autocast:
+        return torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=self.plan.autocast)
 
-    def _each(self, lesson: TrainingBatch, kind: str, decays: list[float], part: Chunk) -> tuple[Tensor, Tensor]:
-        """Return losses and agreements of elements (N,), for `rollout_loss`."""
-        (drafter,), plan, start, count = self._drafter, self.plan, lesson.prompt_length, lesson.best.shape[1]
+    def _each(self, batch: TrainingBatch, kind: str, decays: list[float], part: Chunk) -> tuple[Tensor, Tensor]:
+        (drafter,), plan, start, count = self._drafter, self.plan, batch.prompt_length, batch.best.shape[1]
         k, at_N, states_Nd, p_NV = part
-        before_N, after_N = (lesson.ids[:, start + i :][:, :count].flatten()[at_N] for i in (0, 1))
-        with self._autocast(lesson):
+        before_N, after_N = (batch.ids[:, start + i :][:, :count].flatten()[at_N] for i in (0, 1))
+        with self._autocast(batch):
             q_NV = drafter.trained_logits(states_Nd, before_N)
         loss_N = of(kind)(q_NV, p_NV)
         if plan.feature_weight:  # the rollout predicts the target's features after each answer token
-            feature_Nd = lesson.features[:, start : start + count, -states_Nd.shape[1] :].flatten(0, 1)[at_N]
+            feature_Nd = batch.features[:, start : start + count, -states_Nd.shape[1] :].flatten(0, 1)[at_N]
             loss_N = loss_N + plan.feature_weight * distance(states_Nd, feature_Nd)
         loss_N = loss_N * (decays[k] / sum(decays))
         if k == 0 and plan.confidence_weight:

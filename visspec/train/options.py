@@ -45,13 +45,13 @@ class TrainingOptions:
         losses.of(self.loss)
         for name in ("steps", "unroll", "batch", "rows", "accumulate", "group", "reuse", "save_every", "keep"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1")
+                raise ValueError(f"{name}: got {getattr(self, name)}, expected at least 1.")
         if not 0 < self.rate < math.inf:
-            raise ValueError(f"rate: got {self.rate}, expected a positive number")
+            raise ValueError(f"rate: got {self.rate}, expected a positive number.")
         if not 0 <= self.warm_up <= 1:
-            raise ValueError(f"warm_up: got {self.warm_up}, expected a share of the steps, from 0 to 1")
+            raise ValueError(f"warm_up: got {self.warm_up}, expected a share of the steps, from 0 to 1.")
         if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule: got {self.schedule!r}, expected one of {', '.join(SCHEDULES)}")
+            raise ValueError(f"schedule: got {self.schedule!r}, expected one of {', '.join(SCHEDULES)}.")
 
     def batches(self, lessons: int) -> int:
         """Return the number of requests of each stream in a group, given the training batches per update."""

@@ -29,13 +29,8 @@ NUMBERS = ("prompt_length", "lengths", "width", "reach")  # fields of a batch th
 
 
 class Store:
-    """Answers in a folder, by the number of their request. Raises ValueError for a folder with other content.
-
-    Args:
-        folder: The folder.
-        settings: Everything that the answers depend on.
-        law: Returns the target's `TrainingBatch.law` for these requests; called once.
-        device: Where answers are loaded.
+    """Answers in a folder, by the number of their request. Raises ValueError for a folder with other content. They
+    depend on everything in `settings`. `law` returns the target's `TrainingBatch.law` for these requests.
     """
 
     def __init__(
@@ -48,10 +43,12 @@ class Store:
         self.folder, self.device, self._law = Path(folder), device, functools.cache(law)
         there = {path.name for path in self.folder.glob("[!.]*")}  # hidden files are being written by another process
         if (self.folder / SETTINGS).is_file():
-            found = read_json(self.folder, SETTINGS)
+            settings_there = read_json(self.folder, SETTINGS)
             for name, value in json.loads(json.dumps(settings)).items():
-                if found.get(name) != value:
-                    raise ValueError(f"store: got {name} {value!r}, expected {found.get(name)!r} as in {folder}")
+                if settings_there.get(name) != value:
+                    raise ValueError(
+                        f"store: got {name} {value!r}, expected {settings_there.get(name)!r} as in {folder}."
+                    )
         elif there:
             raise ValueError(f"store: {folder} has other content. Choose another folder.")
         else:
@@ -77,14 +74,12 @@ class Store:
         return TrainingBatch(**{**absent, **tensors, **hosts, **known, "law": law})
 
     def check_space(self, requests: int, rows: int) -> str:
-        """Return a sentence on the size of the answers to `requests` requests of `rows` rows, given the first one.
-        Raises ValueError if the disk has too little space.
-        """
+        """Return a sentence on the size of all answers, given the first. Raises ValueError if the disk is too full."""
         size = self.path(0).stat().st_size
         there = sum(1 for _ in self.folder.glob("answers-*.safetensors"))
         free = shutil.disk_usage(self.folder).free
-        if (wanted := size * max(requests - there, 0)) > free:
-            raise ValueError(f"store: {wanted / 1e9:,.1f} GB are needed, but only {free / 1e9:,.1f} are free.")
+        if (needed := size * max(requests - there, 0)) > free:
+            raise ValueError(f"store: {needed / 1e9:,.1f} GB are needed, but only {free / 1e9:,.1f} are free.")
         return (
             f"{self.folder} keeps {size / rows / 1e6:,.2f} MB per answer, {size * requests / 1e9:,.2f} GB for"
             f" {requests * rows:,} answers in all"

@@ -21,6 +21,7 @@ from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from visspec.api import loading
 from visspec.api.captions import PROMPT, PROMPT_OF_OTHERS, prepare
+from visspec.api.self_prompts import opening, user_turn
 from visspec.cli.bench_text import read_prompts
 from visspec.toys.world.captions import NUMBERS, PLACES
 from visspec.toys.world.palette import COLOURS
@@ -65,7 +66,7 @@ def conversation(number, processor, texts):
     """A text and an image, or None. Steps of detailed captions, and of brief ones and questions, take turns."""
     rng, scene, row = random.Random(number), scene_from_seed(number), number % ROWS
     chat: list[dict] = []
-    if number // ROWS % 2 and row == 0:
+    if row >= ROWS - 2:
         return rng.choice(texts), None
     for request, answer in turns(scene, rng, "detailed" if number // ROWS % 2 else "brief" if row < 2 else "questions"):
         shown = [] if chat else [{"type": "image"}]
@@ -112,11 +113,15 @@ def main():
     save(LlavaMultiModalProjector(transformers.AutoConfig.from_pretrained(HERE)))
     model, processor = loading.load(HERE.name)  # a stock model, and a projector that knows nothing yet
     language, projector = model.model.language_model, model.model.multi_modal_projector
-    asked = [prompt.text for prompt in read_prompts(None, "train")]  # whose answers are to stay as they are
-    inputs = prepare(processor, [[]] * len(asked), asked, model.requires_grad_(False))
-    with torch.autocast("cpu"):
-        said = model.generate(**inputs, max_new_tokens=48, do_sample=True, top_k=0)
-    texts = [PADDING.sub("", text) for text in processor.batch_decode(said)]
+    sample = partial(model.requires_grad_(False).generate, max_new_tokens=48, do_sample=True, top_k=0)
+    begin = processor.tokenizer([opening(processor, user_turn())] * 384, return_tensors="pt")
+    asked, texts = [prompt.text for prompt in read_prompts(None, "train")], []
+    with torch.autocast("cpu"):  # prompts, some of its own, and answers that are to stay as they are
+        written = processor.batch_decode(sample(**begin)[:, begin["input_ids"].shape[1] :])
+        written = [text.partition("<|im_end|>")[0] for text in written if "<|im_end|>" in text]
+        for some in (asked, written):
+            said = sample(**prepare(processor, [[]] * len(some), some, model))
+            texts += [PADDING.sub("", text) for text in processor.batch_decode(said)]
     scenes = [scene_from_seed(number) for number in range(256)]
     pixels = processor.image_processor([Image.fromarray(render(scene, 96)) for scene in scenes], return_tensors="pt")
     seen = model.model.vision_tower(**pixels, output_hidden_states=True).hidden_states[-1][:, 1:].flatten(0, 1)
@@ -141,7 +146,9 @@ def main():
                 weight.data.copy_(stored[f"language_model.model.{name.removesuffix('.default.weight')}"])
                 weight.data /= 2 if ".lora_B" in name else 1  # the scale of lora_alpha
     adapter = [weight for name, weight in language.named_parameters() if ".lora_" in name]
-    groups = [{"params": [*projector.requires_grad_(True).parameters()], "lr": 1e-3}, {"params": adapter, "lr": 8e-4}]
+    rates = (5e-4, 4e-4) if first else (1e-3, 8e-4)
+    trained = [*projector.requires_grad_(True).parameters()], adapter
+    groups = [{"params": some, "lr": rate} for some, rate in zip(trained, rates)]
     optimizer = torch.optim.AdamW(groups, weight_decay=0)
     optimizers = optimizer, transformers.get_linear_schedule_with_warmup(optimizer, 5, steps)
     options: dict = {"max_steps": steps, "per_device_train_batch_size": ROWS, "bf16": True, "use_cpu": True}

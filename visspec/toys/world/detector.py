@@ -85,7 +85,6 @@ def gaussian_blur(image: np.ndarray, sigma: float) -> np.ndarray:
 
 
 def _largest(values: np.ndarray) -> np.ndarray:
-    """Return the maximum over each pixel and its eight neighbours, float64 (height, width)."""
     return F.max_pool2d(torch.from_numpy(values.astype(float))[None], 3, 1, 1)[0].numpy()
 
 
@@ -109,7 +108,6 @@ def shrink(mask: np.ndarray) -> np.ndarray:
 
 
 def _core(mask: np.ndarray) -> np.ndarray:
-    """Return the interior pixels of a mask; all of it if these are few."""
     inner = shrink(mask)
     return inner if inner.sum() >= 6 else mask
 
@@ -145,9 +143,7 @@ class _TemplateFit:
         return round(self.x * STEPS), round((self.y - cy * radius) * STEPS), q
 
     def score(self, kind: str, x: int, y: int, radius: int) -> float:
-        """Return the soft intersection over union of the component and a template; 0 if the template leaves the
-        window.
-        """
+        """Return the soft intersection over union of component and template; 0 if it leaves the window."""
         key = (kind, x, y, radius)
         if key in self.seen:
             return self.seen[key]
@@ -218,7 +214,7 @@ def pixels_of(image: np.ndarray | Image.Image) -> np.ndarray:
     """Return float32 (height, width, 3) of an RGB image (PIL, uint8 or float 0..255), else raise ValueError."""
     rgb = np.asarray(image.convert("RGB") if isinstance(image, Image.Image) else image, np.float32)
     if rgb.ndim != 3 or rgb.shape[2] != 3 or min(rgb.shape[:2]) < 32:
-        raise ValueError(f"image: got shape {rgb.shape}, expected (height, width, 3) with sides of at least 32")
+        raise ValueError(f"image: got shape {rgb.shape}, expected (height, width, 3) with sides of at least 32.")
     return rgb
 
 
@@ -263,15 +259,14 @@ class ShapeDetector(WorldDetector):
         explained = (
             self._explain(rgb, mask, colour, sigma, side) for mask, colour in self._parts(front, distance, side)
         )
-        found = [(self._coloured(*one, pixels), one[1]) for one in explained if one is not None]
-        found.sort(key=lambda pair: -pair[0].score)
-        shapes = tuple(shape for shape, _ in found)
-        stack = np.stack([template for _, template in found]) if found else np.zeros((0, *front.shape), np.float32)
+        pairs = [(self._coloured(*one, pixels), one[1]) for one in explained if one is not None]
+        pairs.sort(key=lambda pair: -pair[0].score)
+        shapes = tuple(shape for shape, _ in pairs)
+        stack = np.stack([template for _, template in pairs]) if pairs else np.zeros((0, *front.shape), np.float32)
         return Analysis(shapes, self._unexplained(front | (from_ground > FOREIGN), distance, shapes, stack), stack)
 
     @staticmethod
     def _ground_distance(pixels: np.ndarray) -> np.ndarray:
-        """Return the Lab distance (height, width) to the nearest grey within TEXTURE of the canvas."""
         ends = lab(np.stack([CANVAS_RGB - TEXTURE, CANVAS_RGB + TEXTURE]))[:, 0]
         lightness = pixels[..., 0]
         beyond = np.maximum(ends[0] - lightness, 0) + np.maximum(lightness - ends[1], 0)
@@ -324,9 +319,9 @@ class ShapeDetector(WorldDetector):
         if HOPELESS < score < SHARP:
             for soft in SOFT:
                 blunt = _TemplateFit(alpha, float(np.hypot(sigma, soft)), radii)
-                found = blunt.best()
-                if found[0] > score:
-                    fit, (score, kind, (x, y, radius)) = blunt, found
+                best = blunt.best()
+                if best[0] > score:
+                    fit, (score, kind, (x, y, radius)) = blunt, best
         if score < self.score:
             return None
         px, py, r = x / STEPS - fit.margin + left, y / STEPS - fit.margin + top, radius / STEPS
@@ -337,7 +332,6 @@ class ShapeDetector(WorldDetector):
 
     @staticmethod
     def _coloured(shape: Shapelike, template: np.ndarray, pixels: np.ndarray) -> Shapelike:
-        """Return a shape with its colour measured again: the median over fully covered pixels."""
         core = _core(template > 0.999)
         if not core.any():
             return shape

@@ -49,9 +49,7 @@ def coverage(kind: str, x: float, y: float, radius: float, height: int, width: i
 
 
 def ground(kind: str, size: int, rng: np.random.Generator) -> np.ndarray:
-    """Return a ground of one kind, float32 (size, size, 3) in 0..255, mean near CANVAS; patterns scale with the
-    canvas.
-    """
+    """Return a ground of one kind, float32 (size, size, 3) in 0..255, with a mean near CANVAS."""
     canvas = np.broadcast_to(np.asarray(CANVAS, np.float32), (size, size, 3)).copy()
     if kind == "plain":
         return canvas

@@ -61,9 +61,7 @@ class Shape(PlacedThing):
 
 
 def scene_from_seed(seed: int) -> Scene:
-    """Return scene number `seed`: count, cells, ground and every attribute are uniform, with shapes in raster order.
-    Scenes from HELD_OUT_SEED on are held out.
-    """
+    """Return scene number `seed`, sampled uniformly. Scenes from HELD_OUT_SEED on are held out."""
     rng = np.random.default_rng(seed)
     choices = [(colour, kind) for kind in CLASSES for colour in COLOURS]
     n = int(rng.choice(COUNTS))

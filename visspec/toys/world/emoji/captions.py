@@ -8,9 +8,7 @@ SAME_ROW, LOWER_ROW = "to the right of it , {p} , we see {d} .", "lower down , {
 
 
 def caption(scene: EmojiScene) -> str:
-    """Return the caption of a scene: number, ground, every picture in raster order, and the relation of first and
-    last.
-    """
+    """Return a scene's caption: number, ground, every picture in raster order, and a relation."""
     things = scene.things
     out = [f"this scene shows {NUMBERS[len(things)]} picture{'s' * (len(things) != 1)} ."]
     out.append(f"behind lies a {scene.ground} {scene.tint} ground .")

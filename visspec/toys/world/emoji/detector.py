@@ -61,7 +61,6 @@ class Bank:
 
 
 def _windows() -> np.ndarray:
-    """Return every picture at both turns in the middle of a window, premultiplied, float32 (T, WINDOW, WINDOW, 4)."""
     out = np.zeros((len(names()) * len(TURNS), WINDOW, WINDOW, 4), np.float32)
     for window, (name, turn) in zip(out, product(names(), TURNS)):
         part, there = stamp_on(WINDOW, name, WINDOW / 2, WINDOW / 2, GLIMPSE, turn)
@@ -70,7 +69,6 @@ def _windows() -> np.ndarray:
 
 
 def _basis(vectors: torch.Tensor, kept: int) -> torch.Tensor:
-    """Return principal directions (d, kept) of vectors (n, d), not centred."""
     return torch.linalg.eigh(vectors.T @ vectors)[1][:, -kept:].contiguous()
 
 
@@ -95,9 +93,7 @@ def bank() -> Bank:
 
 @cache
 def fine_tiles(soft: int = 0) -> torch.Tensor:
-    """Return all tiles at half size, premultiplied, minus GREY, float32 (pictures, 4, side, side), with margins. They
-    are smoothed `soft` times by a binomial of five pixels.
-    """
+    """Return all premultiplied tiles at half size, minus GREY, (pictures, 4, side, side), smoothed `soft` times."""
     small = F.pad(F.avg_pool2d(torch.from_numpy(premultiplied_tiles()).permute(0, 3, 1, 2), 2), (EDGE,) * 4)
     small = torch.cat([small[:, :3] - GREY * small[:, 3:], small[:, 3:]], 1)
     line = torch.tensor([1.0, 4.0, 6.0, 4.0, 1.0]) / 16
@@ -142,7 +138,6 @@ def noise_of(pixels: torch.Tensor) -> float:
 
 
 def _glimpse(pixels: torch.Tensor, side: float) -> Places | None:
-    """Run the first step at one scale; pixels (3, height, width) minus GREY, side in pixels."""
     b, scale = bank(), GLIMPSE / side
     height, width = (round(n * scale) for n in pixels.shape[1:])
     small = F.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True, align_corners=False)
@@ -176,7 +171,6 @@ def _around(places: Places, at: int) -> torch.Tensor:
 
 
 def _first(pixels: torch.Tensor, sides: Sequence[float]) -> Places | None:
-    """Run the first step at all scales."""
     parts = [part for side in sides if (part := _glimpse(pixels, side)) is not None]
     if not parts:
         return None
@@ -212,9 +206,7 @@ class _PoseFit:
         return flat.square().sum((1, 2)) - (product * torch.linalg.solve(gram, product)).sum((1, 2))
 
     def left(self, tiles: torch.Tensor, poses: torch.Tensor) -> torch.Tensor:
-        """Return the energy (K, n) left by tiles (K, 4, side, side) in each of their poses (K, n, 4) over a sloped
-        ground.
-        """
+        """Return the energy (K, n) left by tiles (K, 4, side, side) in their poses (K, n, 4), over a sloped ground."""
         count, each = poses.shape[:2]
         pose = poses.flatten(0, 1)
         scale = torch.exp(-pose[:, 2])[:, None, None] * 2 * (1 - 2 * EDGE / tiles.shape[-1])
@@ -226,9 +218,7 @@ class _PoseFit:
         return self._left(self.window - drawn[:, :3], self.slope * (1 - drawn[:, 3:])).view(count, each)
 
     def best(self, picture: torch.Tensor, pose: torch.Tensor) -> tuple[int, torch.Tensor, float]:
-        """Return (picture, pose, energy left) of the best of K rivals, each fitted by steps that are halved if none
-        helps.
-        """
+        """Return (picture, pose, energy left) of the best of K rivals, each fitted by steps of decreasing size."""
         moves = torch.cat([torch.eye(4), -torch.eye(4)])
         width = torch.tensor([0.06, 0.06, 0.1, 0.13]).expand(len(picture), 4)
         tiles = fine_tiles(self.soft)[picture]
@@ -270,11 +260,11 @@ class EmojiDetector(WorldDetector):
             if places is None or not len(places.x) or len(out) == MOST:
                 break
             at = int(places.gain.amax(1).argmax())
-            found = self._fitted(pixels, places, at, noise)
-            if found.score >= self.score:
-                out.append(found)
-                reach = 0.36 * (places.side + found.side)
-                far = ((places.x - found.x).abs() > reach) | ((places.y - found.y).abs() > reach)
+            emoji = self._fitted(pixels, places, at, noise)
+            if emoji.score >= self.score:
+                out.append(emoji)
+                reach = 0.36 * (places.side + emoji.side)
+                far = ((places.x - emoji.x).abs() > reach) | ((places.y - emoji.y).abs() > reach)
             else:
                 far = ~_around(places, at)
             places = Places(*(part[far] for part in places))

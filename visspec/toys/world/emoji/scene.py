@@ -56,8 +56,8 @@ def sample_ground(rng: np.random.Generator) -> tuple[str, str, int]:
 
 
 def scene_from_seed(seed: int) -> EmojiScene:
-    """Return scene number `seed`: count, cells, ground and every attribute are uniform, and all pictures differ. Scenes
-    from HELD_OUT_SEED on are held out.
+    """Return scene number `seed`, sampled uniformly without repeated pictures. Those from HELD_OUT_SEED are held
+    out.
     """
     rng = np.random.default_rng(seed)
     choices = [(size, name) for name in names() for size in SIZES]
