@@ -157,9 +157,7 @@ def evaluating(home: Path) -> None:
     rows = included.scenes("shapes").prompts()[:8]
     photographs(home / "reference", 8)
     (home / "drawn").mkdir()
-    for i, image in enumerate(included.scenes("shapes").images(8)):
-        image.save(home / "drawn" / f"{i}.png")
-    lines = [{"image": str(home / "drawn" / f"{i}.png"), **row} for i, row in enumerate(rows)]
+    lines = [{"image": path, **row} for path, row in zip(tiny.scene_files(home / "drawn", 8), rows)]
     (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     tiny_clip(home / "openai" / "clip-vit-large-patch14")
 
