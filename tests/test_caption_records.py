@@ -88,7 +88,7 @@ def test_globs_lines_and_shards(folder, tmp_path, capsys):
     assert prompts == {"x/one": "how many shapes are there ?", "four": PROMPT}  # not that of the image before
     assert found[f"{shard}/x/one"]["caption"] and found[f"{shard}/four"]["caption"]
     assert "got no image" in found["b"]["error"] and "got no image" in found[f"{shard}/x/two"]["error"]
-    assert "no JSON" in found[f"{table}:4"]["error"] and "got int" in found[f"{table}:5"]["error"]
+    assert "not JSON" in found[f"{table}:4"]["error"] and "got int" in found[f"{table}:5"]["error"]
     assert "gone.png" in found["5"]["error"] and "not a readable" in found[f"{shard}/three"]["error"]
     assert "a: got this id twice" in capsys.readouterr().err
 
@@ -289,7 +289,7 @@ def test_json_that_is_nested_too_deeply_costs_its_own_record(folder, tmp_path):
     table.write_text(f'{DEEP}\n{{"prompt": {DEEP}\n{json.dumps(good)}\n')
     tar_of(shard, {"a.png": data, "a.json": DEEP.encode(), "b.png": data, "b.prompt": b"42", "c.png": data})
     one, two, three = sources.records([table])
-    assert "no JSON" in one.error and "no JSON" in two.error and (three.error, three.id) == (None, f"{table}:3")
+    assert "not JSON" in one.error and "not JSON" in two.error and (three.error, three.id) == (None, f"{table}:3")
     assert [(r.prompt, bool(r.error)) for r in sources.prompts(table)] == [(None, True)] * 2 + [("what ?", False)]
     first, second, third = sources.records([shard])
     assert first.error == f"{shard}/a: got a .json that is not JSON, expected an object"
@@ -394,7 +394,7 @@ def test_a_prompt_with_marks_of_images_is_named(folder, little):
     model, processor = load(str(little))
     captions = Captions(accelerate(model, None), processor, do_sample=False, max_new_tokens=4)
     (made,) = captions([sources.Record("odd", folder / "scene0.png", "<image> and <image> ?")])
-    said = "prompt: got '<image> and <image> ?' with 3 <image> for 1 image, expected none in it"
+    said = "prompt: got '<image> and <image> ?' with 3 <image> for 1 image, expected none in it."
     assert made.error == f"odd: {said}"
 
 

@@ -162,7 +162,7 @@ def test_half_precision_targets_are_drafted_for():
     model = copy.deepcopy(model_of("llava")).to(torch.bfloat16)
     inputs = prompt("llava", shapes("llava")["ragged"])
     inputs["pixel_values"] = inputs["pixel_values"].to(torch.bfloat16)
-    for form in ({"image_latents": 2}, {"fusion": "split", "feature_layers": (1, -1)}):
+    for form in ({"image_latents": 2}, {"draft_vocab": 40}, {"fusion": "split", "feature_layers": (1, -1)}):
         drafter = EagleDrafter.for_model(model, **form)
         for width in (1, 3):
             drafter.width = width

@@ -55,9 +55,9 @@ def test_a_table_that_is_included_is_the_reason():
 def test_missing_weights(tmp_path, monkeypatch):
     captioner = model("captioner")
     monkeypatch.setattr(included, "FOLDER", tmp_path)
-    with pytest.raises(ValueError, match=r"^checkpoint: the weights of 'painter-mar' are not in .*, the repo"):
+    with pytest.raises(ValueError, match=r"^checkpoint: the weights of 'painter-mar' are not in .*\. The repo"):
         registry.included_folder("painter-mar")
-    with pytest.raises(ValueError, match=r"^drafter: the weights of 'vispec' are not in .*, the repo"):
+    with pytest.raises(ValueError, match=r"^drafter: the weights of 'vispec' are not in .*\. The repo"):
         registry.drafter("vispec", captioner)
     assert registry.included_drafter(captioner) is None
     assert [str(registry.included_folder(name)) for name in ("a/painter-mar", "no")] == ["a/painter-mar", "no"]

@@ -198,7 +198,7 @@ def read_flat(folder: str | Path, rows: Sequence[dict]) -> list[PromptFolder]:
         lost = [f"there is no image {path.name}" for path in files if not path.is_file()]
         out.append(PromptFolder(f"{i:05d}", json.loads(described), there, "".join(lost[:1])))
     if not any(prompt.files for prompt in out):
-        raise ValueError(f"prompts: {folder} holds none of the {len(rows)} images.")
+        raise ValueError(f"prompts: {folder} holds none of the {len(rows)} images, expected some.")
     return out
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 
 import torch
@@ -284,6 +285,8 @@ class FoldedLayer(DraftLayer):
     def __init__(self, head: EagleHead, embed: nn.Embedding, lm_head: nn.Module, dtype: torch.dtype):
         """Fold the network's weights, in float32."""
         super().__init__(head, embed, lm_head, dtype)
+        if self.own_head:
+            self.lm_head = deepcopy(self.lm_head).to(dtype)
         d, layer, size = head.config.hidden, head.layer, head.config.head_size
         root, attention, mlp = math.sqrt(d), layer.self_attn, layer.mlp
         weight, bias = head.fc.weight.float(), head.fc.bias.float()
