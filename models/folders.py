@@ -44,7 +44,7 @@ class OwnImageModel(PreTrainedModel):
 
     @classmethod
     def of(cls, entries: dict[str, Any], settings: dict[str, Any], **parts: nn.Module) -> Self:
-        """Build a model from loaded parts, by attribute name. entries: of its configuration; settings: of
+        """Build a model from loaded parts, by attribute name. entries: fields of its configuration; settings: of
         `generation_config`.
         """
         configuration = cls.config_class

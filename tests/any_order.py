@@ -14,9 +14,7 @@ from visspec.types import Outcome, Scores, Verdict
 
 
 def distributions(model, prefix_BPd, codes_BT, order_BT, attention_BP=None):
-    """Logits (B, T, V) of a RandAR for codes in an order of each row, given those before them, in one pass. attention:
-    which positions of the prefix are real, all by default.
-    """
+    """Logits (B, T, V) of a RandAR for codes in each row's order, in one pass. attention: mask of the prefix."""
     prefix, inputs = prefix_BPd.shape[1], model.paired(codes_BT, order_BT)[:, :-1]
     at_BS = model.config.prefix + order_BT.repeat_interleave(2, dim=1)[:, :-1]
     first_BP = torch.arange(prefix).expand(len(at_BS), -1)
@@ -70,9 +68,8 @@ def rounds(toy, drafter, committed, memory, levels, keep):
     room = toy.length - len(committed) - 1
     depth = min(levels, room)
     for values in itertools.product(range(toy.vocab), repeat=depth):
-        state = SimpleNamespace(
-            noise=Said(values), memory=memory, budget=room + 1, pending=torch.tensor(committed[-1:])
-        )
+        pending = torch.tensor(committed[-1:])
+        state = SimpleNamespace(noise=Said(values), memory=memory, budget=room + 1, pending=pending)
         draft = drafter.propose(state, levels)
         nodes = draft.tree.size
         chance = 1.0 if nodes == 1 else float(draft.q.p[0, range(1, nodes), list(values)].prod())

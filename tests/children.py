@@ -16,9 +16,7 @@ COMMAND = "from visspec.cli.main import main\nraise SystemExit(main({argv!r}))"
 
 
 def forked(code: str, said: Path, daemon: bool = True, **environment: str) -> BaseProcess:
-    """A process that runs this code with these variables of the environment. What it prints is written to `said`. Only
-    one that is no daemon can start processes.
-    """
+    """Run this code in a forked process that writes its output to `said`. A daemon cannot start processes."""
     context = server()
     code = START.format(said=str(said), environment=environment) + code
     process = context.Process(target=exec, args=(code, {"__name__": "__main__"}), daemon=daemon)

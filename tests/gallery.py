@@ -23,11 +23,12 @@ def main(path: str) -> None:
     pen, font, small = ImageDraw.Draw(sheet), font_of(24), font_of(20)
     for i, (painter, preset, seed, prompt, times) in enumerate(ROWS):
         pipe = visspec.ImagePipeline.from_pretrained(painter, preset=preset)
+        pipe.set_progress_bar_config(disable=True)
         image, left = pipe(prompt, seed=seed).images[0], MARGIN + i * (SIDE + MARGIN)
         sheet.paste(image.resize((SIDE, SIDE), Image.Resampling.LANCZOS), (left, MARGIN))
         top = MARGIN + SIDE + 6
         pen.text((left, top), f"{times} times faster", fill=INK, font=font)
-        for n, text in enumerate([f"{painter}, {preset}", *wrap_text(prompt, small, SIDE)]):
+        for n, text in enumerate(wrap_text(f"{painter}, {preset}", small, SIDE) + wrap_text(prompt, small, SIDE)):
             pen.text((left, top + 32 + 25 * n), text, fill=FAINT, font=small)
     sheet.save(path, optimize=True)
 

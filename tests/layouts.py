@@ -1,6 +1,7 @@
 """Checkpoints of image networks in their authors' key layouts, with random numbers, and formulas that read them."""
 
 import json
+import math
 import re
 
 import torch
@@ -76,24 +77,59 @@ def llamagen_vq_names():
     return names | resnet("decoder.conv_blocks.1.res.0", 64, 32) | resnet("decoder.conv_blocks.1.res.1", 32, 32)
 
 
-def chameleon_vq_names():
-    """The same sizes; levels are counted from the finest on both sides, and only the middle has attention."""
-    names = ends(8, 32, 64, 16, 4) | {"loss.discriminator.main.0.weight": (4, 3, 4, 4)}
+def ldm_names(channels, multipliers, blocks, latent, out=None, attended=(), attend=attention, both=False):
+    """An encoder and a decoder in LDM's layout. out: channels of the encoder's output, as many as latent by default.
+
+    attend: names of an attention, None for a network without any. attended: levels of the encoder (both: and of the
+    decoder) that have one, beside the middle.
+    """
+    widths = [channels * m for m in multipliers]
+    last, top = widths[-1], len(widths) - 1
+    names = conv("encoder.conv_in", channels, 3, 3, 3) | conv("decoder.conv_in", last, latent, 3, 3)
+    names |= affine("encoder.norm_out", last) | conv("encoder.conv_out", out or latent, last, 3, 3)
+    names |= affine("decoder.norm_out", channels) | conv("decoder.conv_out", 3, channels, 3, 3)
     for part in ("encoder", "decoder"):
-        names |= resnet(f"{part}.mid.block_1", 64, 64) | attention(f"{part}.mid.attn_1", 64)
-        names |= resnet(f"{part}.mid.block_2", 64, 64)
-    names |= resnet("encoder.down.0.block.0", 32, 32) | conv("encoder.down.0.downsample.conv", 32, 32, 3, 3)
-    names |= resnet("encoder.down.1.block.0", 32, 64)
-    names |= resnet("decoder.up.1.block.0", 64, 64) | resnet("decoder.up.1.block.1", 64, 64)
-    names |= conv("decoder.up.1.upsample.conv", 64, 64, 3, 3)
-    return names | resnet("decoder.up.0.block.0", 64, 32) | resnet("decoder.up.0.block.1", 32, 32)
+        names |= resnet(f"{part}.mid.block_1", last, last) | (attend(f"{part}.mid.attn_1", last) if attend else {})
+        names |= resnet(f"{part}.mid.block_2", last, last)
+    for level, width in enumerate(widths):
+        down, up = f"encoder.down.{level}", f"decoder.up.{level}"
+        for i in range(blocks):
+            names |= resnet(f"{down}.block.{i}", width if i else widths[max(level - 1, 0)], width)
+            names |= attend(f"{down}.attn.{i}", width) if level in attended else {}
+        for i in range(blocks + 1):
+            names |= resnet(f"{up}.block.{i}", width if i else widths[min(level + 1, top)], width)
+            names |= attend(f"{up}.attn.{i}", width) if both and level in attended else {}
+        names |= conv(f"{down}.downsample.conv", width, width, 3, 3) if level < top else {}
+        names |= conv(f"{up}.upsample.conv", width, width, 3, 3) if level else {}
+    return names
 
 
-class Formulas:
-    """Convolutional codecs as their papers define them, on a dict of published tensors."""
+def chameleon_vq_names():
+    """Two levels of 32 and 64 channels with attention in the middle alone, 16 codes of size 4, latent 8."""
+    names = ldm_names(32, (1, 2), 1, 8) | conv("quant_conv", 4, 8, 1, 1) | conv("post_quant_conv", 8, 4, 1, 1)
+    return names | {"quantize.embedding.weight": (16, 4), "loss.discriminator.main.0.weight": (4, 3, 4, 4)}
+
+
+def kl_names(channels, multipliers, blocks, latent, attended, quantised=True):
+    """A KL autoencoder in LDM's layout. attended: levels of the encoder with attention."""
+    names = ldm_names(channels, multipliers, blocks, latent, 2 * latent, attended)
+    if quantised:
+        names |= conv("quant_conv", 2 * latent, 2 * latent, 1, 1) | conv("post_quant_conv", latent, latent, 1, 1)
+    return names
+
+
+class Tensors:
+    """Formulas on a dict of published tensors."""
 
     def __init__(self, tensors):
         self.t = tensors
+
+    def linear(self, x, name):
+        return x @ self.t[f"{name}.weight"].T + self.t[f"{name}.bias"]
+
+
+class Formulas(Tensors):
+    """Convolutional codecs as their papers define them."""
 
     def conv(self, x, name, **how):
         return F.conv2d(x, self.t[f"{name}.weight"], self.t[f"{name}.bias"], **how)
@@ -141,11 +177,13 @@ class Formulas:
         return self.conv(x, "quant_conv")
 
 
-TAMING = {"middle": ("mid.block_1", "mid.attn_1", "mid.block_2"), "res": "block"}
-
-
 def within(part, form):
     return form | {"middle": tuple(f"{part}.{name}" for name in form["middle"])}
+
+
+TAMING = {"middle": ("mid.block_1", "mid.attn_1", "mid.block_2"), "res": "block"}
+ENCODED = within("encoder", TAMING | {"levels": ("down.0", "down.1")})  # two levels in LDM's layout
+DECODED = within("decoder", TAMING | {"levels": ("up.1", "up.0")})
 
 
 def gpt_reference(tensors, x, turn, heads, kv_heads):
@@ -218,31 +256,6 @@ def head_names(name, size, condition, width, depth, outputs):
     return names | affine(f"{name}.final_layer.adaLN_modulation.1", 2 * width, width)
 
 
-def kl_names(channels, multipliers, blocks, latent, attended, quantised=True):
-    """An autoencoder in LDM's layout. attended: levels of the encoder with attention."""
-    widths = [channels * m for m in multipliers]
-    last, top = widths[-1], len(widths) - 1
-    names = conv("encoder.conv_in", channels, 3, 3, 3) | conv("decoder.conv_in", last, latent, 3, 3)
-    names |= affine("encoder.norm_out", last) | conv("encoder.conv_out", 2 * latent, last, 3, 3)
-    names |= affine("decoder.norm_out", widths[0]) | conv("decoder.conv_out", 3, widths[0], 3, 3)
-    for part in ("encoder", "decoder"):
-        names |= resnet(f"{part}.mid.block_1", last, last) | attention(f"{part}.mid.attn_1", last)
-        names |= resnet(f"{part}.mid.block_2", last, last)
-    for level, width in enumerate(widths):
-        down, up = f"encoder.down.{level}", f"decoder.up.{level}"
-        before = widths[level - 1] if level else channels
-        for i in range(blocks):
-            names |= resnet(f"{down}.block.{i}", width if i else before, width)
-            names |= attention(f"{down}.attn.{i}", width) if level in attended else {}
-        for i in range(blocks + 1):
-            names |= resnet(f"{up}.block.{i}", widths[min(level + 1, top)] if not i else width, width)
-        names |= conv(f"{down}.downsample.conv", width, width, 3, 3) if level < top else {}
-        names |= conv(f"{up}.upsample.conv", width, width, 3, 3) if level else {}
-    if quantised:
-        names |= conv("quant_conv", 2 * latent, 2 * latent, 1, 1) | conv("post_quant_conv", latent, latent, 1, 1)
-    return names
-
-
 TINY_KL = (32, (1, 2), 2, 4, (1,))
 
 
@@ -253,6 +266,37 @@ class KLFormulas(Formulas):
         while f"{name}.{res}.{blocks}.norm1.weight" in self.t:
             blocks += 1
         return super().level(x, name, blocks, res)
+
+
+class ScaleFormulas(Tensors):
+    """What VAR's and Infinity's transformers share."""
+
+    def norm(self, x):
+        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
+
+    def gelu(self, h):
+        return 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
+
+    def attended(self, x, name, heads, hidden, turned=lambda x: x):
+        """Attention within x (L, C), with queries and keys of length 1 and a scale a head. turned: of (H, L, E)."""
+        h = x @ self.t[f"{name}.mat_qkv.weight"].T
+        h = h + torch.cat([self.t[f"{name}.{part}"] for part in ("q_bias", "zero_k_bias", "v_bias")])
+        q, k, v = (part.unflatten(1, (heads, -1)).transpose(0, 1) for part in h.chunk(3, dim=1))
+        sharp = self.t[f"{name}.scale_mul_1H11"][0].clamp(max=math.log(100)).exp()
+        q, k = q / q.norm(dim=-1, keepdim=True) * sharp, k / k.norm(dim=-1, keepdim=True)
+        weight = (turned(q) @ turned(k).transpose(1, 2) + hidden).softmax(-1)
+        return self.linear((weight @ v).transpose(0, 1).flatten(1), f"{name}.proj")
+
+
+def scale_tensors(names, scale):
+    """Random tensors of VAR or Infinity: keys have no bias, one of two heads is beyond the published limit of 100."""
+    tensors = filled(names, scale)
+    for name in tensors:
+        if name.endswith("zero_k_bias"):
+            tensors[name].zero_()
+        if name.endswith("scale_mul_1H11"):
+            tensors[name] = torch.tensor([1.4, 5.0]).view(1, 2, 1, 1)
+    return tensors
 
 
 NEXTSTEP = {  # entries of the published config.json that count, at a small size

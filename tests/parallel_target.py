@@ -18,10 +18,7 @@ def captions(device: str) -> dict:
     inputs = prepare(processor, images, PROMPT, model)
     options = {"max_new_tokens": 6, "do_sample": False}
     fast = visspec.accelerate(model, "vispec", adaptive=False)
-    found = {
-        "vispec": fast.generate(**inputs, **options).tolist(),
-        "stock": model.generate(**inputs, **options).tolist(),
-    }
+    found = {name: one.generate(**inputs, **options).tolist() for name, one in (("vispec", fast), ("stock", model))}
     weight = model.get_decoder().layers[0].self_attn.q_proj.weight
     return found | {"rows": (weight.to_local() if hasattr(weight, "to_local") else weight).shape[0]}
 

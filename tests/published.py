@@ -259,9 +259,7 @@ def dflash_hidden(weights, sizes, context: Tensor, block: Tensor, hidden: dict) 
 
 
 def walked(weights, said, base, hidden, table, tokens) -> Tensor:
-    """The laws (K, V) of places with base logits (K, V) and hidden states (K, d) below tokens (K), by DSpark's Markov
-    head or Domino's recurrent one; table: the target's embeddings.
-    """
+    """Laws (K, V) below tokens (K) of base logits (K, V) and hidden states (K, d), by DSpark's or Domino's head."""
     weights, laws, state = Weights(weights), [], None
     rank = weights.get("markov_head.markov_w1.weight", base).shape[1]
     for place, (law, h, token) in enumerate(zip(base, hidden, tokens)):

@@ -30,9 +30,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 class Tape(TorchDispatchMode):
-    """Records what is called in its context. Of tensors from elsewhere it keeps the memory, and no right to it: a
-    replay fails where nobody else holds it any more.
-    """
+    """Records the calls in its context without owning outside memory: a replay fails where that memory was freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,6 +63,24 @@ class Tape(TorchDispatchMode):
             again = tensors(function(*args, **kwargs))
             for n, old in new:
                 old.copy_(again[n])
+
+
+class Waits(TorchDispatchMode):
+    """Counts operators, views included, and names those whose result the host must wait for."""
+
+    NAMES = "_local_scalar_dense nonzero equal masked_select unique is_nonzero _assert_async".split()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.found = 0, []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        indices = args[1] if name in ("index", "index_put", "index_put_") else ()
+        self.calls += 1
+        if name in self.NAMES or any(i is not None and i.dtype == torch.bool for i in indices):
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
 
 
 class Standin:

@@ -1,8 +1,4 @@
-"""Run the notebooks and store them with their outputs: `python -m tests.run_notebooks [NAME ...]`.
-
-What is stored is what people read: printed text, shown results and pictures, these with a palette. Warnings, progress
-bars and times of execution are left out.
-"""
+"""Run the notebooks and store text, results and palette pictures: `python -m tests.run_notebooks [NAME ...]`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""A target and drafters whose laws are tables: the real loop, rules and drafters at tens of thousands of rows a second.
-
-The law of the next token depends on the three newest ones. Shapes: B rows, N nodes, V vocabulary, C contexts.
-"""
+"""Targets and drafters whose laws are tables of the three newest tokens. B rows, N nodes, V vocabulary, C contexts."""
 
 from __future__ import annotations
 

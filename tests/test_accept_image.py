@@ -1,7 +1,4 @@
-"""Relaxed rules of image generation: their laws enumerated, their limits, the identity, and the drift.
-
-K codes with vectors in the plane; V = K + 1 where a grammar id is wanted.
-"""
+"""Relaxed image rules, enumerated: laws, limits and drift. K codes in the plane; V = K + 1 with a grammar id."""
 
 import pytest
 import torch
@@ -304,9 +301,7 @@ def test_pairings_are_refused_before_any_step():
 
 
 def siblings_by_formula(rule, p, tokens, left=True):
-    """Distribution of the token after the root (V,) and drift of point masses, as defined; left: borrowed from what is
-    left.
-    """
+    """Law of the token after the root (V,) and drift of point masses. left: borrow from what is left."""
     near = codebook.neighbours(CODES, rule.k, K).tolist()
     rest, lent, alive, output, drift = p, set(), 1.0, torch.zeros_like(p), 0.0
     for x in tokens:
@@ -326,9 +321,7 @@ def siblings_by_formula(rule, p, tokens, left=True):
 
 @pytest.mark.parametrize("kind, value", [(Lantern, 0.375), (LanternPlus, 2.5)])
 def test_later_siblings_borrow_from_what_is_left(kind, value):
-    """Four children, uniform numbers integrated out: the law by the definition. At this delta it costs less than where
-    all borrow from p; lam times a residual, which grows from sibling to sibling, need not.
-    """
+    """Four children, uniforms integrated out. At this delta it drifts less than borrowing from p; lam need not."""
     rule, shape, moved, from_p = bound(kind(3, value)), tree.static((-1, 0, 0, 0, 0)), 0.0, 0.0
 
     def verify(tokens, parent, p, q, uniforms, draw):

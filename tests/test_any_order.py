@@ -42,9 +42,8 @@ def network(condition="class", side=SIDE, codes=CODES, seed=0):
     more = {"prefix": 5, "caption_width": 12, "prefix_apart": False} if condition == "caption" else {"classes": 10}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = RandAR(
-            LlamaGenConfig(2, 4, 32, side, condition=condition, codes=codes, kv_heads=2, intermediate=48, **more)
-        )
+        more |= {"condition": condition, "codes": codes, "kv_heads": 2, "intermediate": 48}
+        model = RandAR(LlamaGenConfig(2, 4, 32, side, **more))
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
                 weight.data.normal_(0, 1.0 if "embed" in name else 1.3 * weight.shape[-1] ** -0.5)
@@ -224,16 +223,13 @@ class Stale(Ahead):
 
 
 def test_other_laws_are_seen():
-    """A draft from older laws is a worse draft and keeps the law. Drafts whose law is misreported do not, nor does a
-    draw from the whole law after a rejection, nor codes that are kept behind one that was rejected.
-    """
+    """Drafts of an older law keep the law; misreported laws, no residual and codes behind a rejected one do not."""
     net = Net(None, 3)
     assert total_variation(process(net, 3, Stale(3))[0], net.plain()) < 1e-12
     for wrong in (misreported, whole_law_again, keeps_on):
         distribution = process(net, 3, keep=wrong)[0]
-        assert abs(float(distribution.sum()) - 1) < 1e-12 and total_variation(distribution, net.plain()) > 1e-3, (
-            wrong.__name__
-        )
+        assert abs(float(distribution.sum()) - 1) < 1e-12, wrong.__name__
+        assert total_variation(distribution, net.plain()) > 1e-3, wrong.__name__
 
 
 def misreported(p, committed, draft):

@@ -129,9 +129,7 @@ def test_published_weights_are_loaded_by_their_names(tmp_path):
 
 @torch.no_grad()
 def test_published_laws_are_those_of_the_formula(tmp_path):
-    """LlamaGen's decoder by hand over class, query, code, query, ..., each pair at its place; a query is the learned
-    vector, rotated head by head as a key at that place.
-    """
+    """LlamaGen's decoder by hand over class, query, code, query, ...; a query is a learned vector, rotated as a key."""
     tensors = dict(network().state_dict())
     save_file({name: value.contiguous() for name, value in tensors.items()}, tmp_path / "randar.safetensors")
     model = layouts_llamagen.load_llamagen(tmp_path / "randar.safetensors", grid=4, heads=4)

@@ -93,9 +93,7 @@ def test_stopping_criteria_cut_after_the_first_stop(shape, divisor):
     inputs = prompt("llava", shapes("llava")[shape])
     unused = ({*range(VOCAB)} - {t for row in stock("llava", shape) for t in row}).pop()
     options = {**GREEDY, "eos_token_id": unused}  # without any, stopped rows run on until all have stopped
-    expected = model_of("llava").generate(
-        **inputs, **options, stopping_criteria=tf.StoppingCriteriaList([Ends(divisor)])
-    )
+    expected = model_of("llava").generate(**inputs, **options, stopping_criteria=[Ends(divisor)])
     for model in models_of(shape):
         criteria = tf.StoppingCriteriaList([Ends(divisor)])
         assert torch.equal(model.generate(**inputs, **options, stopping_criteria=criteria), expected)
@@ -120,9 +118,7 @@ def test_stop_strings(one, tokenizer):
 def test_max_time(one):
     for limit, expected in ((0.0, 1), (60.0, NEW)):
         for model in models_of("one"):
-            output = model.generate(
-                **one, **GREEDY, stopping_criteria=tf.StoppingCriteriaList([tf.MaxTimeCriteria(limit)])
-            )
+            output = model.generate(**one, **GREEDY, stopping_criteria=[tf.MaxTimeCriteria(limit)])
             assert len(new_tokens(output, one)[0]) == expected
             assert len(new_tokens(model.generate(**one, **GREEDY, max_time=limit), one)[0]) == expected
 
@@ -210,9 +206,8 @@ def test_dictionary_output(shape):
         assert len(output.scores) == len(expected.scores)
         for a, b in zip(output.scores, expected.scores):
             torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-4)
-        transitions = model_of("llava").compute_transition_scores(
-            output.sequences, output.scores, normalize_logits=True
-        )
+        given = {"sequences": output.sequences, "scores": output.scores, "normalize_logits": True}
+        transitions = model_of("llava").compute_transition_scores(**given)
         assert transitions.shape == (len(inputs["input_ids"]), NEW)
     plain = fast("llava", "ngram").generate(**inputs, **GREEDY, return_dict_in_generate=True)
     assert plain.scores is None and torch.equal(plain.sequences[:, : inputs["input_ids"].shape[1]], inputs["input_ids"])
@@ -328,10 +323,8 @@ def test_custom_generate(one, ragged):
     inputs = prompt("llama", ["14"])
     output = model_of("llama").generate(**inputs, **GREEDY, custom_generate=hook)  # the same hook, another model
     assert new_tokens(output, inputs) == stock("llama", "one")
-    sampled = [
-        model_of("llava").generate(**one, max_new_tokens=8, do_sample=True, custom_generate=hook, seed=s).tolist()
-        for s in (1, 1, 2)
-    ]
+    options = {**one, "max_new_tokens": 8, "do_sample": True, "custom_generate": hook}
+    sampled = [model_of("llava").generate(**options, seed=seed).tolist() for seed in (1, 1, 2)]
     assert sampled[0] == sampled[1] != sampled[2]
     recorder = Recorder()
     model_of("llava").generate(**one, **GREEDY, custom_generate=hook, tok_streamer=recorder)

@@ -43,9 +43,8 @@ def dspark(block=5, markov=5, **more):
 def lesson_for(drafter):
     target = HFDecoder(model_of("llava"), drafter.traits.feature_layers, embeddings=True, states=True)
     inputs = prompt("llava", ["4 i 5", "6 i 3 i 2"], seed=2)
-    return capture(
-        target, visspec.Exact(), request_of(model_of("llava"), inputs, temperature=1.0, max_new_tokens=12, seed=7)
-    )
+    request = request_of(model_of("llava"), inputs, temperature=1.0, max_new_tokens=12, seed=7)
+    return capture(target, visspec.Exact(), request)
 
 
 # --- drafting ---------------------------------------------------------------------------------------------------------

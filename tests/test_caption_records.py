@@ -71,14 +71,9 @@ def test_captions_are_those_of_generate(folder, tmp_path):
 def test_globs_lines_and_shards(folder, tmp_path, capsys):
     image = str(folder / "scene0.png")
     table, shard = tmp_path / "t.jsonl", tmp_path / "shard-0.tar"
-    entries = [
-        {"image": image, "id": "a", "prompt": "what is the ground like ?"},
-        {"id": "b"},
-        {"image": image, "id": "a"},
-    ]
-    table.write_text(
-        "\n".join([json.dumps(e) for e in entries] + ["{", "7", "", json.dumps({"image": "gone.png", "id": 5})])
-    )
+    asked = {"image": image, "id": "a", "prompt": "what is the ground like ?"}
+    good = map(json.dumps, (asked, {"id": "b"}, {"image": image, "id": "a"}))
+    table.write_text("\n".join([*good, "{", "7", "", json.dumps({"image": "gone.png", "id": 5})]))
     members = {
         "x/one.png": Path(image).read_bytes(), "x/one.json": b'{"prompt": "how many shapes are there ?"}',
         "four.png": Path(image).read_bytes(), "x/two.json": b"{}", "three.png": b"no image",
@@ -159,10 +154,8 @@ def test_parquet_in_and_out(folder, tmp_path):
 
     image = folder / "scene0.png"
     table, out = tmp_path / "t.parquet", tmp_path / "o.parquet"
-    rows = [
-        {"id": "a", "image": {"bytes": image.read_bytes(), "path": None}},
-        {"id": "b", "image": {"bytes": None, "path": str(image)}},
-    ]
+    images = {"a": {"bytes": image.read_bytes(), "path": None}, "b": {"bytes": None, "path": str(image)}}
+    rows = [{"id": id, "image": value} for id, value in images.items()]
     parquet.write_table(arrow.Table.from_pylist(rows), table)
     argv = ["caption", str(table), "--out", str(out), *SHORT]
     assert main(argv) == 0 and main(["caption", str(folder / "deep"), *argv[1:]]) == 0
@@ -338,10 +331,8 @@ def test_default_prompt_and_limit(folder, little, tmp_path, capsys):
     """Included models know few words: they keep their prompt and limit, also by their folder."""
     table = tmp_path / "t.jsonl"
     table.write_text(json.dumps({"id": "a", "image": str(folder / "scene0.png")}))
-    for model, prompt, limit in (
-        (little, "Describe this image in detail.", 256),
-        (registry.CHECKPOINTS / "captioner", PROMPT, 128),
-    ):
+    own = registry.CHECKPOINTS / "captioner", PROMPT, 128
+    for model, prompt, limit in ((little, "Describe this image in detail.", 256), own):
         out = tmp_path / f"{limit}.jsonl"
         assert main(["caption", str(table), "--out", str(out), "--model", str(model), "--drafter", "none"]) == 0
         about, (row,) = json.loads(Path(f"{out}.about.json").read_text()), lines(out)
@@ -434,10 +425,8 @@ def test_a_full_disk_loses_no_record(tmp_path):
             journal.__exit__(None, None, None)
         assert adding.value.filename == closing.value.filename == str(path)
         journal._file = room
-    with (
-        pytest.raises(OSError, match=f"No space left on device: '{tmp_path / 'other'}'"),
-        replacing(tmp_path / "other"),
-    ):
+    other = tmp_path / "other"
+    with pytest.raises(OSError, match=f"No space left on device: '{other}'"), replacing(other):
         Path("/dev/full").write_bytes(b"x")
     with Journal(path, {}) as again:
         assert again.done == {"x"}

@@ -60,9 +60,7 @@ def test_captions_are_printed_and_kept(pictures, tmp_path, capsys):
 
 
 def test_the_gpu_is_used_where_there_is_one(monkeypatch, tmp_path, capsys, caplog):
-    """By the loaders of Python and by commands that name no device; this torch has no CUDA, which says who asked. A
-    model that was loaded on a CPU gets a warning.
-    """
+    """Loaders and commands without a device ask for CUDA, which fails here; a model on a CPU gets a warning."""
     there = "cuda" if torch.cuda.is_available() else "cpu"
     assert visspec.ImagePipeline.from_pretrained("painter").device.type == there
     if there == "cuda":

@@ -1,7 +1,4 @@
-"""Compiled passes: the tokens of stock generate, no graph after the warm-up, and a model that is left as it was.
-
-Most tests stop where the graphs and guards have been made (`eager`), or before code is generated (`aot_eager`).
-"""
+"""Compiled passes equal stock generate, compile nothing after the warm-up, and leave the model as it was."""
 
 import copy
 import gc
@@ -185,11 +182,7 @@ def check_said_once(monkeypatch, backend, said, model, drafter, inputs, call, wh
 
 @pytest.mark.parametrize(("backend", "said"), [(broken, "no compiler here"), (wrong, "differs by")])
 def test_compile_failure_warns_once(monkeypatch, backend, said):
-    model, tokens = (
-        llama(seed=14, num_hidden_layers=1),
-        lambda fast, inputs, **how: fast.run(**inputs, **how).state.tokens,
-    )
-    check_said_once(monkeypatch, backend, said, model, "ngram", ids_of(9), tokens)
+    check_said_once(monkeypatch, backend, said, llama(seed=14, num_hidden_layers=1), "ngram", ids_of(9), drafted)
 
 
 def test_decoder_hooks_disable_compilation():
@@ -286,9 +279,7 @@ def published(number):
     pytest.param(published(5), "aot_eager", 8, marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_compiled_drafter_equals_eager(make, backend, levels, monkeypatch):
-    """Greedy and coupled, one row, several, ragged ones and those that end; two graphs for one row, two for more. With
-    the target's own graphs where the levels are the drafter's own.
-    """
+    """Greedy and coupled, one row and several; two graphs each, the target's own among them at default levels."""
     monkeypatch.setattr(compiled, "BACKEND", backend)
     if backend == "eager":  # graphs grow with the levels of a call: two calls
         monkeypatch.setattr("visspec.models.eagle.levels.GROUP", levels // 2)

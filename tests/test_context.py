@@ -1,6 +1,4 @@
-"""The drafter that merges matches in the context with the target's earlier candidates, and the policy that counts its
-nodes.
-"""
+"""The context drafter, which merges matches with the target's earlier candidates, and the policy that counts nodes."""
 
 from types import SimpleNamespace as Bag
 
@@ -13,7 +11,6 @@ from transformers import BatchEncoding
 import visspec
 from tests.tiny import model_of, prompt, shapes
 from visspec.cli import bench_text
-from visspec.cli.main import main
 from visspec.loop.draft_length import SIZES, VAIN, AdaptiveLength, CostTable, FixedLength
 from visspec.models.lookup import context, text_index
 from visspec.models.lookup.context import FIRST_ANSWER, LENGTHS, MATCHES, ContextDrafter, Memory, RowContext, Shared
@@ -151,9 +148,8 @@ def test_candidates_are_the_targets_own(monkeypatch):
         assert [pair[1] for _, pair, accepted in places[-n:] if accepted] == ids[0, start : start + n].tolist()
         assert torch.allclose(values[-n:], want.topk(values.shape[1]).values, atol=1e-4)
         start, checked = start + n, checked + n
-    assert checked > 12 and any(
-        len(places) > done.committed[0] for (places, _), done in zip(sent, fast.last_state.trace.rounds)
-    )
+    rounds = zip(sent, fast.last_state.trace.rounds)
+    assert checked > 12 and any(len(places) > done.committed[0] for (places, _), done in rounds)
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "temperature": 0.8, "seed": 3}])
@@ -330,9 +326,3 @@ def test_bench_text_measures_no_prompt_twice():
     found = bench_text.bench_text(model_of("llama"), Listening(), prompts, options, ["context"])
     assert asked[:2] == [prompt.text for prompt in prompts] and len(set(asked)) == len(asked) > 2
     assert found["n_prompts"] == 2
-
-
-def test_bench_text_needs_a_model(capsys):
-    with pytest.raises(SystemExit):
-        main(["bench", "text"])
-    assert "--model" in capsys.readouterr().err

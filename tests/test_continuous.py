@@ -272,9 +272,8 @@ def joint(rule, rows=10_000, size=1, steps=10, shift=0.1, widen=0.0, last=None, 
     target = Line(Gaussian(sch, size, last=last))
     made = with_numbers(rule, seed)(**options)
     made.bind(target.capabilities)
-    request = Request(
-        None, torch.zeros(rows, 1, dtype=torch.long), length, Sampling(1.0), generators=[torch.Generator()] * rows
-    )
+    ids, own = torch.zeros(rows, 1, dtype=torch.long), [torch.Generator()] * rows
+    request = Request(None, ids, length, Sampling(1.0), generators=own)
     state = decode(target, Shadow(Gaussian(sch, size, widen=widen, last=last), shift), made, request, FixedLength(2))
     values = torch.stack([state.output.values(row) for row in range(rows)])
     factor, deviation = target.head.exact()
@@ -376,9 +375,7 @@ def test_a_gaussian_is_foretold(scale):
 
 
 def test_law_of_a_mixture_where_forecasts_fail():
-    """Windows of 8 against one step at a time, by other numbers: the distances that kernels of three widths see, beyond
-    what two halves of one sample show; points that are never replaced fail.
-    """
+    """Windows of 8 and one step at a time differ by no more than two halves of a sample; unreplaced points do."""
     count, steps = 20_000, 12
     sch = schedule(steps)
 

@@ -1,8 +1,4 @@
-"""Networks of continuous tokens: MAR, KL autoencoders, NextStep-1, and their diffusion heads.
-
-Layouts are filled with random numbers and loaded. What the loaded model says is compared with formulas that read the
-published tensors directly.
-"""
+"""MAR, KL autoencoders and NextStep-1 in published layouts with random numbers, against formulas on the tensors."""
 
 import math
 import re
@@ -18,7 +14,18 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaModel
 
 from tests.doubles import one_sentence
-from tests.layouts import TINY_KL, KLFormulas, filled, kl_names, mar_names, nextstep_folder, nextstep_names, within
+from tests.layouts import (
+    DECODED,
+    ENCODED,
+    TINY_KL,
+    KLFormulas,
+    Tensors,
+    filled,
+    kl_names,
+    mar_names,
+    nextstep_folder,
+    nextstep_names,
+)
 from visspec.io.convert_checkpoint import convert
 from visspec.models.codecs import kl_layout as layouts_kl
 from visspec.models.mar import layout as layouts_mar
@@ -74,14 +81,12 @@ def test_schedules_are_respaced_as_published(count, learned):
 # --- MAR --------------------------------------------------------------------------------------------------------------
 
 
-class Published:
-    """MAR on a dict of published tensors, one image at a time."""
+class Published(Tensors):
+    """MAR, one image at a time."""
 
     def __init__(self, tensors, heads, buffer):
-        self.t, self.heads, self.buffer = tensors, heads, buffer
-
-    def linear(self, x, name):
-        return x @ self.t[f"{name}.weight"].T + self.t[f"{name}.bias"]
+        super().__init__(tensors)
+        self.heads, self.buffer = heads, buffer
 
     def norm(self, x, name):
         return F.layer_norm(x, x.shape[-1:], self.t[f"{name}.weight"], self.t[f"{name}.bias"], 1e-6)
@@ -227,13 +232,11 @@ def test_kl_autoencoders_load_as_published(tmp_path, quantised):
         f"{name}.{what}": value for name, n in (("quant_conv", 8), ("post_quant_conv", 4))
         for what, value in (("weight", torch.eye(n)[..., None, None]), ("bias", torch.zeros(n)))
     }  # fmt: skip
-    formulas, form = KLFormulas(plain), {"middle": ("mid.block_1", "mid.attn_1", "mid.block_2"), "res": "block"}
+    formulas = KLFormulas(plain)
     latent, pixels = torch.randn(2, 4, 3, 5), torch.rand(2, 3, 8, 12) * 2 - 1
-    wanted = formulas.decode(
-        formulas.conv(latent, "post_quant_conv"), **within("decoder", form | {"levels": ("up.1", "up.0")})
-    )
+    wanted = formulas.decode(formulas.conv(latent, "post_quant_conv"), **DECODED)
     torch.testing.assert_close(model.decode(latent).sample, wanted, rtol=1e-4, atol=2e-5)
-    wanted = formulas.encode(pixels, **within("encoder", form | {"levels": ("down.0", "down.1")}))
+    wanted = formulas.encode(pixels, **ENCODED)
     torch.testing.assert_close(model.encode(pixels).latent_dist.parameters, wanted, rtol=1e-4, atol=2e-5)
 
 
@@ -264,9 +267,8 @@ def test_what_does_not_fit_an_autoencoder_is_refused(tmp_path):
 def test_nextstep_loads_as_published(tmp_path, table, used, normalised):
     torch.manual_seed(0)
     tensors = filled(nextstep_names(table), 0.1)
-    model = layouts_nextstep.load_nextstep(
-        nextstep_folder(tmp_path / "a", tensors, use_gen_pos_embed=used), normalised=normalised
-    )
+    folder = nextstep_folder(tmp_path / "a", tensors, use_gen_pos_embed=used)
+    model = layouts_nextstep.load_nextstep(folder, normalised=normalised)
     assert (model.config.channels, model.config.patch, model.config.image_start) == (4, 2, 37)
     config = LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, rms_norm_eps=1e-5,
                          num_attention_heads=4, num_key_value_heads=2, rope_theta=1e6, attention_bias=True)  # fmt: skip
@@ -315,9 +317,8 @@ def test_the_image_tokenizer_of_nextstep(tmp_path):
     nextstep_folder(folder, tensors, scaling_factor=0.4, shift_factor=0.1)
     model = layouts_nextstep.load_nextstep_vae(folder)
     assert (model.config.scaling_factor, model.config.shift_factor) == (0.4, 0.1)
-    form = {"middle": ("mid.block_1", "mid.attn_1", "mid.block_2"), "levels": ("up.1", "up.0"), "res": "block"}
     latent = torch.randn(1, 4, 3, 3)
-    wanted = KLFormulas(tensors).decode(latent, **within("decoder", form))
+    wanted = KLFormulas(tensors).decode(latent, **DECODED)
     torch.testing.assert_close(model.decode(latent).sample, wanted, rtol=1e-4, atol=2e-5)
 
 

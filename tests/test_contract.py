@@ -4,20 +4,8 @@ import pytest
 import torch
 
 import visspec
-from tests.doubles import (
-    NEW,
-    Double,
-    Grower,
-    Hostile,
-    Oracle,
-    TreeOracle,
-    drafted,
-    fast,
-    forced,
-    new_tokens,
-    opened,
-    stock,
-)
+from tests import doubles
+from tests.doubles import NEW, Grower, Hostile, Oracle, TreeOracle, drafted, fast, forced, new_tokens, opened, stock
 from tests.tiny import DISTINCT, FAMILIES, IMAGE, VIDEO, VIDEOS, VISUAL, model_of, prompt, shapes, single_row
 from visspec import tree as trees
 from visspec.loop.decode import apply_verdict
@@ -70,9 +58,8 @@ def test_tree_rows_equal_paths_and_commit_equals_prefill(name, shape):
     draft = random_draft(state)
     scores = target.verify(state, draft)
     check_against_stock(name, rows, state, draft, scores, BRANCHING, leaves=(4, 6, 7))
-    commit(
-        target, state, draft, scores, [[0, 1, 3, 5], [0, 2], [0, 2, 6]][: len(rows)] if len(rows) > 1 else [[0, 2, 6]]
-    )
+    paths = [[0, 1, 3, 5], [0, 2], [0, 2, 6]][: len(rows)] if len(rows) > 1 else [[0, 2, 6]]
+    commit(target, state, draft, scores, paths)
     slots = state.cache.slots
     assert slots.lengths == [state.request.prompt.shape[1] + len(t) - 1 for t in state.tokens]
     short = min(map(len, state.tokens))
@@ -81,9 +68,8 @@ def test_tree_rows_equal_paths_and_commit_equals_prefill(name, shape):
         scores = target.verify(state, draft)
         for b, tokens in enumerate(state.tokens):
             gained = [tokens + draft.value[b, [1, 3, 5, 7]].tolist()] * len(rows)
-            torch.testing.assert_close(
-                scores.distribution.logits[b, [0, 1, 3, 5, 7]], forced(name, rows, gained)[b, -5:], **CLOSE
-            )
+            found = scores.distribution.logits[b, [0, 1, 3, 5, 7]]
+            torch.testing.assert_close(found, forced(name, rows, gained)[b, -5:], **CLOSE)
         return
     draft = random_draft(state, seed=1)
     assert short == len(state.tokens[0])
@@ -113,9 +99,7 @@ DRAFTERS = {
 
 @each_case
 def test_greedy_equals_stock(name, shape):
-    """Whatever is drafted, the output is that of transformers' generate; good drafts save passes. Three drafters a case
-    in turn: each meets every family, and every shape.
-    """
+    """Every draft gives generate's output; good drafts save passes. Three of seven drafters per case, in turn."""
     inputs = prompt(name, shapes(name)[shape])
     expected, first, kinds = stock(name, shape), 3 * CASES.index((name, shape)), list(DRAFTERS)
     for kind in (kinds[(first + i) % len(kinds)] for i in range(3)):
@@ -135,9 +119,9 @@ def test_rows_do_not_depend_on_their_batch(name):
     """A row of a ragged batch decodes as it does alone, greedy and sampled, drafted and not."""
     rows = shapes(name)["ragged"]
     inputs = prompt(name, rows)
-    sampling = {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": NEW}
+    sampling = {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": 14}
     expected = new_tokens(fast(name, None).generate(**inputs, **sampling, seed=[11, 12, 13]), inputs)
-    assert expected != stock(name, "ragged")
+    assert expected != [row[:14] for row in stock(name, "ragged")]
     for drafter in ("ngram", TreeOracle(expected, wrong=0.3), Hostile()):
         assert new_tokens(fast(name, drafter).generate(**inputs, **sampling, seed=[11, 12, 13]), inputs) == expected
     for b in range(len(rows)):
@@ -176,11 +160,8 @@ def test_eager_attention(name):
     for shape in ("one", "ragged"):
         inputs = prompt(name, shapes(name)[shape])
         expected = new_tokens(model.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
-        drafter = TreeOracle(expected, wrong=0.4)
-        output = visspec.accelerate(model, drafter, adaptive=False).generate(
-            **inputs, max_new_tokens=NEW, do_sample=False
-        )
-        assert new_tokens(output, inputs) == expected
+        quick = visspec.accelerate(model, TreeOracle(expected, wrong=0.4), adaptive=False)
+        assert new_tokens(quick.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == expected
 
 
 @pytest.mark.parametrize("name", VIDEOS)
@@ -212,6 +193,6 @@ def test_answers_vary(name):
 
 def test_a_silent_drafter_is_plain_decoding():
     inputs = prompt("llama", ["9"])
-    model = fast("llama", Double())
+    model = fast("llama", doubles.Double())
     model.generate(**inputs, max_new_tokens=NEW, do_sample=False)
     assert model.last_stats.tau == 1.0 and model.last_stats.rounds == NEW - 1

@@ -122,10 +122,9 @@ def test_published_files_become_a_folder_that_draws(case, tmp_path, monkeypatch,
     assert out.images[0].size[0] > 4
     pipe.save_pretrained("again")
     assert ImagePipeline.from_pretrained("again")(prompt, seed=3, **options).images[0] == out.images[0]
-    size = [
-        part for key, value in options.items() if key != "top_k" for part in (f"--{key.replace('_', '-')}", str(value))
-    ]
-    assert main(["generate", prompt, "--model", "made", "--out", "a.png", "--seed", "3", *size]) == 0
+    named = {f"--{key.replace('_', '-')}": str(value) for key, value in options.items() if key != "top_k"}
+    argv = ["generate", prompt, "--model", "made", "--out", "a.png", "--seed", "3"]
+    assert main([*argv, *(part for pair in named.items() for part in pair)]) == 0
     assert sorted(p.name for p in tmp_path.glob(".convert-*")) == []
 
 
@@ -220,8 +219,8 @@ def test_what_is_missing_is_named_with_its_argument(tmp_path, monkeypatch, capsy
     ):
         assert words in refused(capsys, "convert", "llamagen", *arguments, "--out", "made")
         assert not (tmp_path / "made").exists() and not list(tmp_path.glob(".convert-*"))
-    assert "heads: The weights of var determine it" in refused(
-        capsys, "convert", "var", *var(tmp_path), "--heads", "4", "--out", "made"
-    )
-    assert "out: t5 already exists" in refused(capsys, "convert", "llamagen", weights, "--vq", vq, *rest, "--out", "t5")
+    argv = ["convert", "var", *var(tmp_path), "--heads", "4", "--out", "made"]
+    assert "heads: The weights of var determine it" in refused(capsys, *argv)
+    argv = ["convert", "llamagen", weights, "--vq", vq, *rest, "--out", "t5"]
+    assert "out: t5 already exists" in refused(capsys, *argv)
     assert "expected one such as llamagen" in refused(capsys, "convert", "lamagen", weights, "--out", "made")

@@ -1,7 +1,4 @@
-"""Whole outputs end to end: the real loop, noise, guard, rules and drafters on thousands of rows; laws by statistics.
-
-Drafts are of a random depth in every round, so that windows are judged wholly, in part, or not at all.
-"""
+"""Statistical laws of whole outputs of the real loop, with drafts of a random depth in every round."""
 
 from __future__ import annotations
 
@@ -44,9 +41,7 @@ def joint(drafter, rule, rows=3000):
 
 
 def balance(drafter, rule, rows=1000):
-    """How many standard errors off the sums over long outputs are: of "token is v, less its probability", and of the
-    square of that sum, less its variance. Under the target's law both have mean 0, however tokens hang together.
-    """
+    """Largest z-score of sums over long outputs: of "is v" less its probability, and of the square less variance."""
     tokens = samples(FLAT, drafter, rule, rows, LONG)
     code, total, variance = torch.zeros(rows, dtype=torch.long), torch.zeros(rows, V), torch.zeros(rows, V)
     for token in tokens.T:

@@ -1,6 +1,4 @@
-"""Every code block of README and docs runs as printed, in the order of its page, on small models that stand where the
-page's names do. Commands that need a GPU, several processes or weights that are not here are parsed alone.
-"""
+"""Every code block of README and docs runs as printed, on small models; GPU and server commands are only parsed."""
 
 from __future__ import annotations
 
@@ -79,20 +77,14 @@ def test_every_line_names_what_is_there(monkeypatch):
             elif words[0] == "pip":
                 assert words[2] == "." or re.fullmatch(r"visspec\[(\w+)\]", words[2])[1] in extras, (page, line)
             elif len(words) > 2:
-                parser().parse_args(
-                    words[words.index("visspec.cli.main") + 1 :] if words[0] == "torchrun" else words[1:]
-                )
+                own = words.index("visspec.cli.main") if words[0] == "torchrun" else 0
+                parser().parse_args(words[own + 1 :])
 
 
 def test_links_lead_somewhere():
     """Files of links, and the headings behind a #."""
-    heads = {
-        page: {
-            re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-")
-            for head in re.findall(r"^#+ (.+)$", text, re.M)
-        }
-        for page, text in PAGES.items()
-    }
+    slug = lambda head: re.sub(r"[^\w -]", "", head.lower()).strip().replace(" ", "-")  # noqa: E731
+    heads = {page: set(map(slug, re.findall(r"^#+ (.+)$", text, re.M))) for page, text in PAGES.items()}
     for page, text in PAGES.items():
         home = ROOT if page in ("README.md", "CONTRIBUTING.md") else ROOT / "docs"
         for link in re.findall(r"\]\(([^)\s]+)\)", BLOCK.sub("", text)):
@@ -165,9 +157,7 @@ def evaluating(home: Path) -> None:
     rows = included.scenes("shapes").prompts()[:8]
     photographs(home / "reference", 8)
     (home / "drawn").mkdir()
-    for i, image in enumerate(included.scenes("shapes").images(8)):
-        image.save(home / "drawn" / f"{i}.png")
-    lines = [{"image": str(home / "drawn" / f"{i}.png"), **row} for i, row in enumerate(rows)]
+    lines = [{"image": path, **row} for path, row in zip(tiny.scene_files(home / "drawn", 8), rows)]
     (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
     tiny_clip(home / "openai" / "clip-vit-large-patch14")
 
@@ -203,12 +193,9 @@ def imaging(home: Path) -> dict[str, Any]:
 
 
 NAMES = {
-    "README.md": reading,
-    "captions.md": lambda home: captioning(home) | serving(home),
-    "drafters.md": drafting,
-    "extend.md": extending,
-    "images.md": imaging,
-}
+    "README.md": reading, "captions.md": lambda home: captioning(home) | serving(home), "drafters.md": drafting,
+    "extend.md": extending, "images.md": imaging,
+}  # fmt: skip
 
 
 @pytest.fixture

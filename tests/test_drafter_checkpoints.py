@@ -1,6 +1,4 @@
-"""Checkpoints of drafters are not believed: every configuration loads, or is refused in one sentence, before memory is
-asked for.
-"""
+"""Drafter checkpoints: every configuration loads, or is refused in one sentence before memory is allocated."""
 
 import json
 import re
@@ -97,9 +95,8 @@ OPTIONS = {  # of some kinds at loading, and what they become
 def test_a_checkpoint_comes_back(saved, kind):
     folder, (make, loader, of) = saved[kind][0], KINDS[kind]
     options, values = OPTIONS.get(kind, ("", {}))
-    loaded, name = registry.drafter(
-        f"{folder}:{options}".rstrip(":"), tiny_images.janus() if of == "janus" else model_of(of)
-    )
+    model = tiny_images.janus() if of == "janus" else model_of(of)
+    loaded, name = registry.drafter(f"{folder}:{options}".rstrip(":"), model)
     assert name == kind and type(loaded) is loader and values.items() <= vars(loaded).items()
     assert kind != "distilled" or loaded.traits.levels == 3
     weights = {key: value.half().float() for key, value in make().head.state_dict().items()}

@@ -151,9 +151,8 @@ class Some(Rejection):
         parent, real = draft.tree.parent, torch.ones_like(draft.value, dtype=bool) if draft.real is None else draft.real
         later = ((parent[..., None] == parent[:, None]) & real[:, None]).tril(-1).any(dim=-1)
         kept = real & ~later & (draft.tree.depth <= draft.value[:, :1] % 3)
-        return deepest(
-            draft.tree, kept | roots(draft.tree), 5 + categorical(scores.distribution).logits[..., 5:11].argmax(-1)
-        )
+        following = 5 + categorical(scores.distribution).logits[..., 5:11].argmax(-1)
+        return deepest(draft.tree, kept | roots(draft.tree), following)
 
 
 class SomeVectors(Coupled):
@@ -239,9 +238,8 @@ def of_scales():
     def asked(rows):
         return test_scales.request([(1, 4, 0)[row] for row in rows], Sampling(0.0, guidance=2.0))
 
-    return pictures(
-        SmallVAR(test_scales.moved(model, 0.01)), asked, rule=registry.rule("scales"), target=target, levels=2
-    )
+    drafter = SmallVAR(test_scales.moved(model, 0.01))
+    return pictures(drafter, asked, rule=registry.rule("scales"), target=target, levels=2)
 
 
 def of_pair(name):

@@ -37,9 +37,8 @@ TINY = {"steps": 2, "rows": 3, "max_new_tokens": 7, "reuse": 1, "validate_every"
 def data(tmp_path, monkeypatch):
     for n in range(4):
         Image.new("RGB", (8, 8), (40 * n, 0, 0)).save(tmp_path / f"{n}.png")
-    (tmp_path / "data.jsonl").write_text(
-        "".join(json.dumps({"image": str(tmp_path / f"{n}.png"), "prompt": "x"}) + "\n" for n in range(4))
-    )
+    lines = [json.dumps({"image": str(tmp_path / f"{n}.png"), "prompt": "x"}) for n in range(4)]
+    (tmp_path / "data.jsonl").write_text("\n".join(lines))
     seen = []
 
     def prepare(processor, chats, media, model):
@@ -66,9 +65,8 @@ def test_preset_trains_and_is_exact(data, tmp_path, name):
     assert {key: getattr(drafter, key) for key in sizes} == sizes
     assert not more or not torch.equal(drafter.ids, fresh.ids), "ids are those of the answers"
     assert drafter.paths == (EAGLE if preset.draft.get("tree") else ())
-    moved = [
-        k for k, v in drafter.head.named_parameters() if not torch.equal(v, dict(fresh.head.named_parameters())[k])
-    ]
+    before = dict(fresh.head.named_parameters())
+    moved = [name for name, value in drafter.head.named_parameters() if not torch.equal(value, before[name])]
     still = {"img_fc.bias"} if name == "blind" else set()
     assert set(dict(drafter.head.named_parameters())) - set(moved) <= still
     assert json.loads((tmp_path / "out" / "provenance.json").read_text())["preset"] == name
@@ -261,10 +259,8 @@ def test_block_drafter_export(tmp_path, form, more):
     assert not isinstance(again, BlockDrafter) and again.traits.levels == drafter.traits.levels == 3
     for one, two in ((drafter.assistant, again.assistant), (head, again.form.sequential))[: 1 if head is None else 2]:
         torch.testing.assert_close(one.state_dict(), two.state_dict(), rtol=0, atol=0)
-    first, second = (
-        visspec.accelerate(model, d, adaptive=False).run(**inputs, max_new_tokens=8, do_sample=False).state
-        for d in (drafter, again)
-    )
+    both = [visspec.accelerate(model, one, adaptive=False) for one in (drafter, again)]
+    first, second = (fast.run(**inputs, max_new_tokens=8, do_sample=False).state for fast in both)
     assert [r.committed for r in first.trace.rounds] == [r.committed for r in second.trace.rounds]
     with pytest.raises(ValueError, match="form: got a drafter with a Spark head"):
         BlockDrafter.for_model(model, layers=1, markov=5).export(tmp_path / "no", "dflash")

@@ -184,9 +184,8 @@ def test_resting_drafter_catches_up():
             if levels:  # row 0 accepts both, the others what a random drafter deserves
                 draft.value[0, 1:] = answer[0, len(state.tokens[0]) :][:levels]
             judged(target, drafter, rule, state, draft)
-        assert len(state.memory.pending_inputs) == 3 and min(state.memory.pending_inputs[0][2]) < 3 == max(
-            state.memory.pending_inputs[0][2]
-        )
+        counts = state.memory.pending_inputs[0][2]
+        assert len(state.memory.pending_inputs) == 3 and min(counts) < 3 == max(counts)
         first = drafter._catch_up(state.memory, 1)
         _, expected = whole_prefix(drafter, model, inputs, state)
         torch.testing.assert_close(first, expected, rtol=2e-4, atol=2e-5)

@@ -1,7 +1,4 @@
-"""Drafters of the published one-layer forms: exact in ragged batches, and what they draft is what their papers say.
-
-The expected laws are those of `tests/published.py`.
-"""
+"""One-layer drafters of published forms: exact in ragged batches, and equal to the formulas of `published.py`."""
 
 import re
 
@@ -139,9 +136,8 @@ def test_wave_lengths_of_llama3():
         "original_max_position_embeddings": 64,
     }  # fmt: skip
     drafter = make("llama", "eagle3", rope_scaling=scaling, rope_theta=500.0)
-    theirs = tf.LlamaConfig(
-        hidden_size=32, num_attention_heads=4, head_dim=8, rope_parameters=scaling | {"rope_theta": 500.0}
-    )
+    rope = scaling | {"rope_theta": 500.0}
+    theirs = tf.LlamaConfig(hidden_size=32, num_attention_heads=4, head_dim=8, rope_parameters=rope)
     want, factor = ROPE_INIT_FUNCTIONS["llama3"](theirs)
     found, ours = frequencies(drafter.config, "cpu")
     torch.testing.assert_close(found, want)

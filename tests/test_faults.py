@@ -1,6 +1,5 @@
 """Faults of the drafter cost speed, never output; faults of the target are errors."""
 
-import dataclasses
 import inspect
 import re
 import warnings
@@ -157,9 +156,7 @@ IMPOSSIBLE_TREES = {  # built by a wrong call or by hand
     "no ancestors": with_tree(lambda t: trees.Tree(t.parent, t.depth, t.ancestor & False, t.levels, False)),
     "parent beyond": with_tree(lambda t: trees.Tree(t.parent + 90, t.depth, t.ancestor, t.levels, False)),
     "own parent": with_tree(lambda t: trees.Tree(t.parent + 1, t.depth, t.ancestor, t.levels, False)),
-    "branches called a chain": with_tree(
-        lambda t: dataclasses.replace(trees.static((-1, 0, 0, 1, 1, 2)), levels=5, chain=True)
-    ),
+    "branches called a chain": with_tree(lambda t: replace(trees.static((-1, 0, 0, 1, 1, 2)), levels=5, chain=True)),
     "grown with too few levels": with_tree(lambda t: trees.from_parents(t.parent, 1)),
 }
 BAD_IDS = {
@@ -177,9 +174,8 @@ def test_image_ids_and_empty_drafts_are_no_faults():
         lambda d, s: with_tokens(d, slice(1, None), -1),
         lambda d, s: with_tokens(d, 0, 5),  # the pending token is ours to know
     ):
-        check(
-            fast("llava", Spoilt(stock("llava", "ragged"), spoil)), inputs, stock("llava", "ragged"), GREEDY, faults=0
-        )
+        answers = stock("llava", "ragged")
+        check(fast("llava", Spoilt(answers, spoil)), inputs, answers, GREEDY, faults=0)
 
 
 BAD_LAWS = {
@@ -271,9 +267,8 @@ def test_debug_raises(way, monkeypatch):
 
 
 def test_debug_of_a_pipeline():
-    pipe = visspec.ImagePipeline(
-        tiny_images.janus(), Words(), drafter=Faulty([[]], "propose", KeyError("x")), debug=True
-    )
+    drafter = Faulty([[]], "propose", KeyError("x"))
+    pipe = visspec.ImagePipeline(tiny_images.janus(), Words(), drafter=drafter, debug=True)
     with pytest.raises(KeyError, match="x"):
         pipe(["a b"], seed=3, output_type="latent")
 

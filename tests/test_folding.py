@@ -1,7 +1,4 @@
-"""Attention of draft passes under a name of our own: keys are not repeated, and all other calls are transformers' own.
-
-Shapes: B rows, H query heads, K key heads, N nodes, S slots, E head size.
-"""
+"""Our attention by name; other calls stay stock. B rows, H query heads, K key heads, N nodes, S slots, E head size."""
 
 import pytest
 import torch

@@ -383,9 +383,7 @@ def test_drafts_that_are_not_recorded(standin):
         (EagleDrafter(head, model), {"do_sample": True, "top_k": 5, "seed": 1}),
         (EagleDrafter(head, model, width=2), {"do_sample": False}),
     ):
-        eager, quick = (
-            visspec.accelerate(model, copy.copy(drafter), adaptive=False, graphs=graph) for graph in (False, None)
-        )
+        eager, quick = (visspec.accelerate(model, copy.copy(drafter), adaptive=False, graphs=g) for g in (False, None))
         found = compiling.drafted(quick, inputs, max_new_tokens=12, **more)
         assert found == compiling.drafted(eager, inputs, max_new_tokens=12, **more)
         own = quick.drafter.recorder

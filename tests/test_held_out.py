@@ -104,12 +104,8 @@ def test_world_of_a_model(model, use, world):
 
 def test_default_world():
     words = SimpleNamespace(get_vocab=lambda: {"a": 0, "photo": 1})
-    assert (
-        included.scenes(None, words).name
-        == "shapes"
-        == included.scenes().name
-        == included.scenes(None, words, "prompts").name
-    )
+    for world in (included.scenes(), included.scenes(None, words), included.scenes(None, words, "prompts")):
+        assert world.name == "shapes"
     with one_sentence("^world: got 'seas', expected one of shapes, emoji, animals"):
         included.scenes("seas")
     for name, first in (("shapes", 250), ("animals", 0)):
@@ -172,16 +168,10 @@ def test_processor_takes_both_call_forms_and_odd_images():
     processor = transformers.AutoProcessor.from_pretrained(included.folder("captioner"))
     image = Image.new("RGBA", (300, 170), (200, 10, 10, 255)).convert("RGB")
     content = [{"type": "image", "image": image}, {"type": "text", "text": "Describe the picture in detail."}]
-    chat = processor.apply_chat_template(
-        [{"role": "user", "content": content}],
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        return_tensors="pt",
-    )
-    plain = processor(
-        text="user : <image> describe the picture in detail . assistant :", images=image, return_tensors="pt"
-    )
+    given = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, "return_tensors": "pt"}
+    chat = processor.apply_chat_template([{"role": "user", "content": content}], **given)
+    text = "user : <image> describe the picture in detail . assistant :"
+    plain = processor(text=text, images=image, return_tensors="pt")
     assert chat["input_ids"].tolist() == plain["input_ids"].tolist()
     assert int((plain["input_ids"] == processor.image_token_id).sum()) == 36
     assert chat["pixel_values"].shape == (1, 3, 96, 96)

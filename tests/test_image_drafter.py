@@ -187,9 +187,8 @@ def test_static_trees_have_the_shape_they_are_told():
         assert tree.depth[0].bincount()[1:].tolist() == list(counts)
         assert tree.chain == (max(counts) == 1)
         for depth, level in enumerate(levels[:-1]):
-            assert sorted(set(tree.parent[0][tree.depth[0] == depth + 2].tolist())) == (
-                (tree.depth[0] == depth + 1).nonzero()[:, 0][level.open].tolist()
-            )
+            parents, above = tree.parent[0][tree.depth[0] == depth + 2], (tree.depth[0] == depth + 1).nonzero()[:, 0]
+            assert sorted(set(parents.tolist())) == above[level.open].tolist()
     children = collections.Counter(feature_tree.plan((3, 6), "cpu")[0].parent[0].tolist()[4:])
     assert children[1] >= children[2] >= children[3]  # likelier parents have no fewer
 
@@ -208,13 +207,12 @@ BAD = {
     "tree": ({"tree": "bush"}, "tree: got 'bush', expected one of chain"),
     "window": ({"tree": "static", "window": 4}, "window: got 4 for the tree 'static', expected a chain"),
     "places": ({"window": 1}, "levels: got 2, expected at most the window, 1"),
-    "levels": ({"levels": 0}, "levels: got 0"),
-    "width": ({"tree": "dynamic", "width": 0}, "width: got 0"),
+    "levels": ({"levels": 0}, "levels: got 0"), "width": ({"tree": "dynamic", "width": 0}, "width: got 0"),
     "nodes": ({"tree": "dynamic", "nodes": 0}, "nodes: got 0"),
     "words": ({"tree": "static", "shape": "4-many"}, "shape: got '4-many'"),
     "none": ({"tree": "static", "shape": "4-0-2"}, "shape: got '4-0-2'"),
     "too many": ({"tree": "static", "shape": 33}, "shape: got 33"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", BAD)

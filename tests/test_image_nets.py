@@ -1,8 +1,4 @@
-"""Image networks that transformers lacks, and checkpoints in their authors' key layouts.
-
-Layouts are filled with random numbers and loaded. What the loaded model says is compared with the formulas of
-`tests/layouts.py`, or with another stock class.
-"""
+"""Image networks in their authors' layouts with random numbers, against `layouts.py` or another stock class."""
 
 import argparse
 import json
@@ -15,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.doubles import one_sentence
 from tests.layouts import (
-    TAMING,
+    DECODED,
+    ENCODED,
     Formulas,
     chameleon_vq_names,
     filled,
@@ -43,9 +40,8 @@ TOL = {"rtol": 1e-4, "atol": 2e-5}
 
 def small(condition="class", grid=4, kv_heads=2, **fields):
     more = {"prefix": 3, "caption_width": 12} if condition == "caption" else {"classes": 10}
-    return llamagen.LlamaGenConfig(
-        2, 4, 32, grid, condition=condition, codes=24, kv_heads=kv_heads, intermediate=48, **(more | fields)
-    )
+    more |= {"codes": 24, "kv_heads": kv_heads, "intermediate": 48} | fields
+    return llamagen.LlamaGenConfig(2, 4, 32, grid, condition=condition, **more)
 
 
 @pytest.fixture(params=["class", "caption"])
@@ -140,15 +136,11 @@ def test_wrong_settings_are_refused(change):
 
 LLAMAGEN = {"middle": ("mid.0", "mid.1", "mid.2"), "levels": ("conv_blocks.0", "conv_blocks.1"), "res": "res"}
 FORMS = {
-    "llamagen": (llamagen_vq_names, layouts_vq.load_llamagen_vq, LLAMAGEN, LLAMAGEN, True),
-    "chameleon": (
-        chameleon_vq_names,
-        layouts_vq.load_taming_vq,
-        TAMING | {"levels": ("down.0", "down.1")},
-        TAMING | {"levels": ("up.1", "up.0")},
-        False,
+    "llamagen": (
+        llamagen_vq_names, layouts_vq.load_llamagen_vq, within("encoder", LLAMAGEN), within("decoder", LLAMAGEN), True,
     ),
-}
+    "chameleon": (chameleon_vq_names, layouts_vq.load_taming_vq, ENCODED, DECODED, False),
+}  # fmt: skip
 
 
 def looked_up(tensors, tokens, grid, normalised):
@@ -160,7 +152,7 @@ def looked_up(tensors, tokens, grid, normalised):
 def reference_decode(tensors, tokens, grid, form, normalised):
     formulas = Formulas(tensors)
     code, _ = looked_up(tensors, tokens, grid, normalised)
-    return formulas.decode(formulas.conv(code, "post_quant_conv"), **within("decoder", form)).permute(0, 2, 3, 1)
+    return formulas.decode(formulas.conv(code, "post_quant_conv"), **form).permute(0, 2, 3, 1)
 
 
 # --- each layout, loaded -------------------------------------------------------------------------------------------
@@ -182,7 +174,7 @@ def test_codecs_decode_and_encode_as_published(tmp_path, form):
     torch.testing.assert_close(found, expected.clamp(-1, 1), **TOL)
 
     pixels = torch.rand(2, 6, 8, 3) * 2 - 1
-    latent = Formulas(tensors).encode(pixels.permute(0, 3, 1, 2), **within("encoder", encoder))
+    latent = Formulas(tensors).encode(pixels.permute(0, 3, 1, 2), **encoder)
     latent = latent.permute(0, 2, 3, 1).flatten(1, 2)
     latent = F.normalize(latent, dim=-1) if normalised else latent
     _, book = looked_up(tensors, tokens, grid, normalised)

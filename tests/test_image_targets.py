@@ -1,8 +1,4 @@
-"""Image families: the same law as stock `generate`, or as a plain loop over the stock backbone where there is none.
-
-Every case is one family on a tiny random model, with ragged prompts, guidance where it has one, and a reference that
-knows nothing of ours. B rows, T positions, V ids of the loop.
-"""
+"""Image families: the law of stock `generate`, or of a plain loop over the backbone. B rows, T positions, V ids."""
 
 from __future__ import annotations
 
@@ -223,9 +219,8 @@ def test_glm_image_leaves_the_model_as_it_was():
 def test_glm_image_pixels(tmp_path):
     whole = tiny.glm_diffusion()
     draws = {"height": 64, "width": 96, "drafter": "ngram", "seed": [3, 4], "guidance_scale": 1.0}
-    pipe = ImagePipeline(
-        whole.vision_language_encoder, whole.processor, parts={"diffusion": partial(whole, num_inference_steps=2)}
-    )
+    parts = {"diffusion": partial(whole, num_inference_steps=2)}
+    pipe = ImagePipeline(whole.vision_language_encoder, whole.processor, parts=parts)
     pipe.set_progress_bar_config(disable=True)
     texts = ["a 'red' cube", "blue grass"]
     images, codes = (pipe(texts, output_type=kind, **draws).images for kind in ("pt", "latent"))

@@ -20,9 +20,8 @@ def model(name):
 
 
 def test_table_matches_folders():
-    assert {included.folder(name).name for name in INCLUDED.models} == {
-        path.parent.name for path in included.FOLDER.glob("*/config.json")
-    }
+    folders = {path.parent.name for path in included.FOLDER.glob("*/config.json")}
+    assert {included.folder(name).name for name in INCLUDED.models} == folders
     targets = {row.target for row in INCLUDED.models.values()} - {""}
     assert targets | {INCLUDED.text_model, INCLUDED.image_model} <= set(INCLUDED.models)
     references = [(world.detector_reference, world.render_reference) for world in INCLUDED.worlds.values()]

@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
 from tests.doubles import generators, one_sentence
-from tests.layouts import KLFormulas, affine, conv, filled, resnet, within
+from tests.layouts import DECODED, KLFormulas, ScaleFormulas, affine, filled, ldm_names, scale_tensors
 from tests.test_scales import moved
 from visspec import ImagePipeline
 from visspec.models.image_codes.text_features import T5Features
@@ -55,31 +55,17 @@ def names(n, chunks=2):
 
 def published(n=BITS, chunks=2, seed=0, scale=0.2):
     torch.manual_seed(seed)
-    tensors = filled(names(n, chunks), scale)
-    for name in tensors:
-        if name.endswith("zero_k_bias"):
-            tensors[name].zero_()
-        if name.endswith("scale_mul_1H11"):  # one of the heads beyond the published limit of 100
-            tensors[name] = torch.tensor([1.4, 5.0]).view(1, 2, 1, 1)
-    return tensors
+    return scale_tensors(names(n, chunks), scale)
 
 
-class Published:
-    """Infinity on a dict of published tensors: logits of all positions of one image in one pass, and its inputs."""
+class Published(ScaleFormulas):
+    """Infinity: logits of all positions of one image in one pass, and its inputs."""
 
     def __init__(self, tensors, scales, bits=BITS, patch=1):
-        self.t, self.scales, self.bits, self.patch = tensors, scales, bits, patch
+        super().__init__(tensors)
+        self.scales, self.bits, self.patch = scales, bits, patch
         found = {name.split(".sa.")[0] for name in tensors if ".sa." in name}
         self.blocks = sorted(found, key=lambda name: [int(i) for i in re.findall(r"\d+", name)])
-
-    def linear(self, x, name):
-        return x @ self.t[f"{name}.weight"].T + self.t[f"{name}.bias"]
-
-    def norm(self, x):
-        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
-
-    def gelu(self, h):
-        return 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
 
     def cross(self, q, text, name, heads):
         """q: (H, Q, E); softmax attention to the text, without a bias of the keys."""
@@ -108,13 +94,8 @@ class Published:
     def block(self, x, name, pooled, text, hidden):
         six = self.linear(F.silu(pooled), "shared_ada_lin.1").view(6, -1) + self.t[f"{name}.ada_gss"][0, 0]
         gamma1, gamma2, scale1, scale2, shift1, shift2 = six
-        h = (self.norm(x) * (1 + scale1) + shift1) @ self.t[f"{name}.sa.mat_qkv.weight"].T
-        h = h + torch.cat([self.t[f"{name}.sa.{part}"] for part in ("q_bias", "zero_k_bias", "v_bias")])
-        q, k, v = (part.unflatten(1, (2, -1)).transpose(0, 1) for part in h.chunk(3, dim=1))
-        sharp = self.t[f"{name}.sa.scale_mul_1H11"][0].clamp(max=math.log(100)).exp()
-        q, k = q / q.norm(dim=-1, keepdim=True) * sharp, k / k.norm(dim=-1, keepdim=True)
-        weight = (self.turned(q) @ self.turned(k).transpose(1, 2) + hidden).softmax(-1)
-        x = x + self.linear((weight @ v).transpose(0, 1).flatten(1), f"{name}.sa.proj") * gamma1
+        h = self.attended(self.norm(x) * (1 + scale1) + shift1, f"{name}.sa", 2, hidden, self.turned)
+        x = x + h * gamma1
         h = self.norm(x) * self.t[f"{name}.ca_norm.weight"] + self.t[f"{name}.ca_norm.bias"]
         q = self.linear(h, f"{name}.ca.mat_q").unflatten(1, (2, -1)).transpose(0, 1)
         x = x + self.cross(q, text, f"{name}.ca", 2)
@@ -156,15 +137,7 @@ class Published:
 
 def vae_names(wrapped, bits=BITS):
     """Two levels of 32 and 64 channels, a block each; convolutions and norms in wrappers or not."""
-    found = conv("encoder.conv_in", 32, 3, 3, 3) | conv("encoder.conv_out", bits, 64, 3, 3)
-    found |= conv("decoder.conv_in", 64, bits, 3, 3) | conv("decoder.conv_out", 3, 32, 3, 3)
-    found |= affine("encoder.norm_out", 64) | affine("decoder.norm_out", 32)
-    for part in ("encoder", "decoder"):
-        found |= resnet(f"{part}.mid.block_1", 64, 64) | resnet(f"{part}.mid.block_2", 64, 64)
-    found |= resnet("encoder.down.0.block.0", 32, 32) | resnet("encoder.down.1.block.0", 32, 64)
-    found |= conv("encoder.down.0.downsample.conv", 32, 32, 3, 3) | conv("decoder.up.1.upsample.conv", 64, 64, 3, 3)
-    for i in range(2):
-        found |= resnet(f"decoder.up.1.block.{i}", 64, 64) | resnet(f"decoder.up.0.block.{i}", 32 if i else 64, 32)
+    found = ldm_names(32, (1, 2), 1, bits, attend=None)
     if not wrapped:
         return found
     return {re.sub(r"(norm\w*|conv\w*|nin_shortcut)(\.\w+)$", wrapper, name): size for name, size in found.items()}
@@ -229,11 +202,10 @@ def test_the_published_autoencoder_says_what_its_formulas_say(tmp_path, wrapped,
     torch.manual_seed(1)
     tensors = {name: tensor.double() for name, tensor in filled(vae_names(False), 0.2).items()}
     n, formulas = BITS * patch**2, KLFormulas(tensors)
-    form = {"middle": ("mid.block_1", "mid.attn_1", "mid.block_2"), "res": "block"}
     bits = torch.randint(2, (1, SCALES.total * n))
     features, _ = Published({}, SCALES, patch=patch).inputs(bits[0])
     torch.testing.assert_close(vae.quantize.features(bits, SCALES)[0], features, **TOL)
-    hidden = formulas.decode(features[None].double(), **within("decoder", form | {"levels": ("up.1", "up.0")}))
+    hidden = formulas.decode(features[None].double(), **DECODED)
     found = vae.double().decode(bits, SCALES)
     torch.testing.assert_close(found.float(), hidden.clamp(-1, 1).float(), rtol=1e-4, atol=1e-5)
     again = vae.quantize.encode(vae.quantize.features(bits, SCALES), SCALES)

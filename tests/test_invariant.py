@@ -1,7 +1,4 @@
-"""`batch_invariant=True`: in half precision too, a request's tokens depend on the request alone.
-
-Logits are compared bit for bit. The control shows that they differ without the mode.
-"""
+"""`batch_invariant=True`: a request's logits in half precision depend on the request alone, bit for bit."""
 
 import functools
 
@@ -135,9 +132,8 @@ def test_pictures(name):
     expected = [plain.run(**one, **options).state.tokens[0] for one in entries]
     assert [quick.run(**one, **options).state.tokens[0] for one in entries] == expected
     if name == "llava":
-        trained = visspec.accelerate(
-            kind, EagleDrafter.for_model(kind), batch_invariant=True, debug=True, adaptive=False
-        )
+        drafter = EagleDrafter.for_model(kind)
+        trained = visspec.accelerate(kind, drafter, batch_invariant=True, debug=True, adaptive=False)
         assert [trained.run(**one, **options).state.tokens[0] for one in entries] == expected
         texts = [plain.run(input_ids=one, **options).state.tokens[0] for one in prompts()]
         ids, mask = batch()  # without pictures, rows may share a call
@@ -153,12 +149,8 @@ def test_positions_end_with_the_model():
     config = tf.GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=2, n_positions=24)
     gpt2 = tiny.built(tf.GPT2LMHeadModel, config).to(torch.bfloat16)
     ids = prompts()[0]
-    outputs = [
-        visspec.accelerate(gpt2, drafter, batch_invariant=True, debug=True).generate(
-            input_ids=ids, max_new_tokens=24 - ids.shape[1], do_sample=False
-        )
-        for drafter in (None, "context")
-    ]
+    both = [visspec.accelerate(gpt2, drafter, batch_invariant=True, debug=True) for drafter in (None, "context")]
+    outputs = [quick.generate(ids, max_new_tokens=24 - ids.shape[1], do_sample=False) for quick in both]
     assert torch.equal(*outputs) and outputs[0].shape[1] == 24
 
 

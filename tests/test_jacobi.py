@@ -51,11 +51,8 @@ def state_of(committed, rows=1):
 def pieces(distribution):
     """(number, probability) for each token that an inverse-CDF draw from the law can give."""
     ends = torch.cat([torch.zeros(1, dtype=distribution.dtype), distribution.cumsum(0)])
-    return [
-        (float(ends[i] + ends[i + 1]) / 2, float(distribution[i]))
-        for i in range(len(distribution))
-        if distribution[i] > 0
-    ]
+    middles = (ends[:-1] + ends[1:]) / 2
+    return [(float(u), float(share)) for u, share in zip(middles, distribution) if share > 0]
 
 
 def redraws(drafter, distributions, window, length):
@@ -94,16 +91,12 @@ def first_windows(drafter, committed, vocab):
     for begun, share in starts(drafter, vocab):
         uniforms = Scripted(*begun or [None])
         empty = Window(torch.zeros(1, 0, dtype=torch.long), torch.zeros(1, 0, vocab).double(), uniforms)
-        yield (
-            drafter._extend_window(state_of(committed), empty, torch.zeros(1, dtype=torch.long), vocab, drafter.window),
-            share,
-        )
+        zero = torch.zeros(1, dtype=torch.long)
+        yield drafter._extend_window(state_of(committed), empty, zero, vocab, drafter.window), share
 
 
 def process_law(drafter, p, misreport=lambda q: q, idle=0):
-    """Joint law of LENGTH tokens of the loop with this drafter and rejection sampling. After `idle` tokens a round has
-    no draft.
-    """
+    """Joint law of LENGTH tokens of the loop with rejection sampling. After `idle` tokens a round has no draft."""
     vocab = len(p(()))
     distribution = torch.zeros((vocab,) * LENGTH, dtype=torch.float64)
     branches = {}
@@ -140,16 +133,14 @@ def rounds(drafter, p, committed, window, misreport, idle):
             continue
         length = len(gained)
         verdict = Verdict(torch.zeros(1, 1), torch.tensor([length]), torch.tensor([gained[-1]]))
-        every = itertools.product(
-            redraws(drafter, distributions, window, length), starts(drafter, len(distributions[0]))
-        )
+        begins = starts(drafter, len(distributions[0]))
+        every = itertools.product(redraws(drafter, distributions, window, length), begins)
         for (numbers, redrawn), (begun, started) in every:
             state = state_of(after)
             uniforms = Scripted(torch.tensor([numbers], dtype=torch.float64), *begun)
             state.memory = Window(window.tokens, window.q, uniforms)
-            drafter.observe(
-                state, draft, Scores(Categorical(logits)), verdict, Outcome([list(range(length))], [list(gained)])
-            )
+            outcome = Outcome([list(range(length))], [list(gained)])
+            drafter.observe(state, draft, Scores(Categorical(logits)), verdict, outcome)
             kept = Window(state.memory.tokens, misreport(state.memory.q), uniforms)
             key = (after, (tuple(kept.tokens[0].tolist()), tuple(kept.q.flatten().tolist())))
             yield key, share * redrawn * started, kept
@@ -365,9 +356,8 @@ def test_a_place_that_keeps_its_token_ends_a_front():
 
 def test_a_front_mixes_laws_without_a_token_in_common():
     logp = torch.tensor([[[0.0, float("-inf")]]])
-    window = Window(
-        torch.zeros(1, 1, dtype=torch.long), logp.exp(), Positional([(0.0, 1.0)], False), logp, logp[..., 0] == 0
-    )
+    tokens, noise = torch.zeros(1, 1, dtype=torch.long), Positional([(0.0, 1.0)], False)
+    window = Window(tokens, logp.exp(), noise, logp, logp[..., 0] == 0)
     front = Front(state_of((0,)), window, 1, 0.6)
     front.add(logp[:, 0].flip(-1))
     assert front.q[0].isfinite().all() and abs(float(front.q[0].sum()) - 1) < 1e-6 and front.q[0][0, 1] > 0.5

@@ -93,10 +93,9 @@ def pipeline(name: str) -> ImagePipeline:
 def drawn(pipe: ImagePipeline, folder, options="", rule="exact", **more):
     size = {"height": 64, "width": 64} if pipe.family.grammar else {}
     drafter = None if folder is None else f"{folder}{options}"
+    options = {"output_type": "latent", "seed": 3, "guidance_scale": SCALE, **size, **more}
     with torch.no_grad():
-        out = pipe(
-            TEXTS, drafter=drafter, acceptance=rule, output_type="latent", seed=3, guidance_scale=SCALE, **size, **more
-        )
+        out = pipe(TEXTS, drafter=drafter, acceptance=rule, **options)
     assert pipe.last_state.trace.faults == 0
     return [image.tolist() for image in out.tokens]
 
@@ -126,11 +125,8 @@ def predicted(name: str, weights: Weights, ids: list[int], features_Td: torch.Te
         inside = (place >= 0).float()[:, None, None]
         query, key = (turned(y, angle, True) * inside for y in (query, key))
     else:
-        query, key = (
-            F.layer_norm(y, (size,), eps=1e-5) * weights[f"{layer}self_attn.{p}_norm.weight"]
-            + weights[f"{layer}self_attn.{p}_norm.bias"]
-            for y, p in ((query, "q"), (key, "k"))
-        )
+        norms = [[weights[f"{layer}self_attn.{p}_norm.{part}"] for part in ("weight", "bias")] for p in "qk"]
+        query, key = (F.layer_norm(y, (size,), eps=1e-5) * w + b for y, (w, b) in zip((query, key), norms))
         angle = torch.arange(count)[:, None] * 10000.0 ** -(torch.arange(0, size, 2) / size)
         query, key = turned(query, angle, False), turned(key, angle, False)
     mixed = attended(query, key, value, torch.ones(count, count, dtype=torch.bool).tril())
@@ -323,9 +319,8 @@ def test_a_pipeline_is_saved_with_the_files_of_its_drafter(tmp_path):
     saved = saving._drafter_entry(spec, tiny.chameleon(), None, tmp_path / "s")
     assert saved == {"folder": "drafter", "options": "tree=dynamic,width=3"}
     again, _ = registry.drafter(str(tmp_path / "s"), tiny.chameleon())
-    assert isinstance(again, LanternDrafter) and again.trained.equal(
-        registry.drafter(spec, tiny.chameleon())[0].trained
-    )
+    plain, _ = registry.drafter(spec, tiny.chameleon())
+    assert isinstance(again, LanternDrafter) and again.trained.equal(plain.trained)
 
 
 def test_chameleons_other_layer_is_refused(tmp_path):

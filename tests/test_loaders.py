@@ -58,9 +58,8 @@ def test_janus_without_ids(tmp_path):
 def test_values_that_are_no_weights_are_refused_by_name(tmp_path, layout):
     names, load = LOADERS[layout]
     file, tensors = tmp_path / "model.safetensors", filled(names())
-    name = next(
-        n for n in sorted(tensors) if n.endswith(("mid.0.conv1.weight", "mid.block_1.conv1.weight", "wo.weight"))
-    )
+    ends = "mid.0.conv1.weight", "mid.block_1.conv1.weight", "wo.weight"
+    name = next(name for name in sorted(tensors) if name.endswith(ends))
     broken = tensors[name].clone()
     broken.view(-1)[3] = float("nan")
     endless = torch.where(broken.isnan(), float("-inf"), broken)

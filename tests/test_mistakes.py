@@ -18,6 +18,10 @@ MISTAKES = {
     "lst": "expected one such as list",
     "bench sizez": "expected text, caption, image, sizes, kernels",
     "bench caption --model {}": "Pass --images of yours",
+    "bench sizes --sizes gpt": "llamagen-xl",
+    "bench sizes --acceptance 1.2": "got 1.2, expected a probability",
+    "bench sizes --layers 0": "expected a whole number of at least 1",
+    "bench sizes --tiny --max-new-tokens 1": "max_new_tokens: got 1, expected at least 2",
     "bench image --methods coupled": "unknown argument --methods, expected one such as --method",
     "eval fdi a b": "expected fid, kid, clipscore, geneval",
     "train draffter": "got draffter, expected drafter",
@@ -67,6 +71,11 @@ MISTAKES = {
     "generate x -n 4 --out pic.png": "--out: got pic.png for 4 pictures, expected a folder",
     "generate x --preset copled": "such as coupled",
     "generate x --model paintr": "such as painter",
+    "generate x --model {}/gone": "gone",
+    "generate x --acceptance lantern:k=0": "k: got 0",
+    "generate x --acceptance lantern:k=1.5": "k: got 1.5",
+    "generate x --height 100": "height, width: got 100",
+    "generate x --json {}": "--json: ",
     "generate x --model captioner": "'llava' does not generate images",
     "bench image --model captioner": "'llava' does not generate images",
     "bench image --model painter --prompts {}/gone.txt": "gone.txt",
@@ -127,11 +136,8 @@ def test_a_mistake_is_a_sentence(line, folder, capsys, monkeypatch):
     monkeypatch.chdir(folder)
     start = time.perf_counter()
     said = refused(capsys, *shlex.split(line.replace("{}", str(folder))))
-    assert (
-        said.startswith("visspec: ")
-        and len(said.splitlines()) == 1
-        and MISTAKES[line].replace("{}", str(folder)) in said
-    )
+    assert said.startswith("visspec: ") and len(said.splitlines()) == 1
+    assert MISTAKES[line].replace("{}", str(folder)) in said
     assert "nobody/" not in line or time.perf_counter() - start < 5  # at once: two seconds, and a busy machine
 
 

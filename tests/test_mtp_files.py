@@ -111,9 +111,8 @@ def inputs_of(name, lengths=LENGTHS, **options):
 @pytest.mark.parametrize("spec", ["mtp", "mtp:width=3,nodes=8"])
 def test_ragged_pictures_exact(name, spec, reloaded):
     quick = check_drafter(spec, reloaded(name), inputs_of(name), NEW)
-    assert max(round.levels for round in quick.last_state.trace.rounds) == mtp.LEVELS and mtp_layer.in_files(
-        reloaded(name)
-    )
+    assert max(round.levels for round in quick.last_state.trace.rounds) == mtp.LEVELS
+    assert mtp_layer.in_files(reloaded(name))
 
 
 def test_default_drafter(reloaded, caplog):
@@ -237,9 +236,8 @@ def test_hub_cache(tmp_path, monkeypatch):
 
 def test_a_model_of_text(tmp_path):
     model = built(tf.Qwen3_5ForCausalLM, tf.Qwen3_5TextConfig(**hybrids.HYBRID))
-    check_drafter(
-        "mtp:levels=2", saved(tmp_path, model, published(model, QWEN)), hybrids.prompt("qwen3_5", LENGTHS), NEW
-    )
+    target = saved(tmp_path, model, published(model, QWEN))
+    check_drafter("mtp:levels=2", target, hybrids.prompt("qwen3_5", LENGTHS), NEW)
 
 
 def test_experts_may_be_single(tmp_path):

@@ -69,9 +69,8 @@ def test_build(kind, tmp_path):
         wanted |= {f"visspec/{file.relative_to(ROOT / 'visspec')}" for file in (ROOT / HELD_OUT).glob("*/*")}
         wanted |= {f"visspec/{file.relative_to(ROOT)}".replace("visspec/visspec", "visspec") for file, _ in sources()}
         assert wanted and wanted <= set(held)
-        folders = {
-            name.split("/")[3] for name in held if name.startswith("visspec/models/zoo/") and name.count("/") > 3
-        }
+        zoo = [name.split("/") for name in held if name.startswith("visspec/models/zoo/")]
+        folders = {parts[3] for parts in zoo if len(parts) > 4}
         assert folders == {included.folder(name).name for name in packaged()}
         weights = [file for name in packaged() for file in included.folder(name).glob("*.safetensors")]
         packed = sum(len(zlib.compress(file.read_bytes(), 1)) for file in weights)
@@ -81,9 +80,7 @@ def test_build(kind, tmp_path):
 
 
 def assert_found_in(site: Path, cwd: Path, further: str) -> str:
-    """The package is found in `site`, its checkpoints too, and weights that are not there are named. What a program
-    prints that goes on with the lines `further`.
-    """
+    """The package and its checkpoints are found in `site`, missing weights are named; output of the lines `further`."""
     program = (
         "import sys, visspec, visspec.registry as registry\n"
         f"assert visspec.__file__.startswith({str(site)!r}), visspec.__file__\n"
@@ -102,9 +99,7 @@ def assert_found_in(site: Path, cwd: Path, further: str) -> str:
 
 @pytest.mark.parametrize("installed", ["", "editable"])
 def test_checkout_before_package(installed, tmp_path):
-    """Plain python in the repository root takes ./visspec; models, kernels and eval stand beside it, not in it, and are
-    not those of another clone that is installed.
-    """
+    """In the repository root, plain python takes ./visspec and the models, kernels and eval beside it."""
     shutil.copytree(ROOT / "visspec", tmp_path / "visspec", ignore=shutil.ignore_patterns("__pycache__"))
     for part in ("models", "models/zoo", "kernels", "eval"):
         (tmp_path / part).mkdir()
@@ -163,12 +158,8 @@ def test_dependencies():
     files = [file for folder in folders for file in folder.rglob("*.py")]
     imported = {path[0] for file in files for path in imports_of(file)}
     skipped = {name for file in files for name in SKIPPED.findall(file.read_text())}
-    names = {
-        name: {"pillow": "PIL", "lm-format-enforcer": "lmformatenforcer", "optimum-quanto": "optimum"}.get(
-            name, name.replace("-", "_")
-        )
-        for name in needed.union(*extras)
-    }
+    odd = {"pillow": "PIL", "lm-format-enforcer": "lmformatenforcer", "optimum-quanto": "optimum"}
+    names = {name: odd.get(name, name.replace("-", "_")) for name in needed.union(*extras)}
     idle = {name for name, module in names.items() if module not in imported | skipped}
     assert idle == NOT_IMPORTED and needed == set(doctor.NEEDED)
 

@@ -45,9 +45,7 @@ def test_processors_know_every_prompt(name, world):
     pytest.param("painter-emoji", "emoji", 20, 4, marks=pytest.mark.nightly),
 ])  # fmt: skip
 def test_painters_draw_what_they_are_asked_for(name, world, every, least):
-    """Two thirds of the prompts of shapes, by chance it would be one in ten; half of the animals, by chance a few in a
-    hundred.
-    """
+    """Two thirds of the shapes and half of the animals, where chance gives a tenth and a few in a hundred."""
     scenes, pipe = included.scenes(world), ImagePipeline.from_pretrained(name)
     rows, detector, colours = scenes.prompts()[::every], scenes.detector(), DetectedColours()
     images = pipe([row["prompt"] for row in rows], seed=0, batch_size=len(rows)).images

@@ -79,9 +79,7 @@ class Planned(Chain):
 
 
 def process_law(drafter, p, shift=lambda gained: gained, verdicts=verdicts):
-    """Joint law of SIZE tokens. `shift`: how far the numbers move when so many tokens were gained. verdicts: what the
-    rule can do with a draft.
-    """
+    """Joint law of SIZE tokens. shift: by how far numbers move after so many tokens. verdicts: what the rule can do."""
     distribution, branches = torch.zeros((2,) * SIZE, dtype=torch.float64), {}
     fresh = ((0.0, 1.0),) * drafter.depth
     for y in range(2):
@@ -95,11 +93,8 @@ def process_law(drafter, p, shift=lambda gained: gained, verdicts=verdicts):
             depth = min(drafter.depth, SIZE - len(committed) - 1)
             for parts, likely in narrowed(drafter, committed, spans, depth):
                 numbers = [(a + b) / 2 for a, b in parts]
-                draft = (
-                    drafter.draft(committed, numbers, depth)
-                    if depth
-                    else trees.empty_draft(torch.tensor(committed[-1:]))
-                )
+                none = trees.empty_draft(torch.tensor(committed[-1:]))
+                draft = drafter.draft(committed, numbers, depth) if depth else none
                 for gained, share in verdicts(p, committed, draft):
                     after = ((*parts, *fresh)[shift(len(gained)) :])[: drafter.depth]
                     key = ((*committed, *gained), after if len(committed) + len(gained) < SIZE else None)

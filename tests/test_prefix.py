@@ -1,6 +1,4 @@
-"""Prompts that begin alike: rows that reuse what was read are those of a fresh prefill, whoever drafts; memory is
-bounded.
-"""
+"""Prefix cache: rows that reuse a prompt equal a fresh prefill with every drafter, and memory is bounded."""
 
 import dataclasses
 import functools
@@ -81,9 +79,9 @@ DRAFTERS = {
 
 @functools.cache
 def plain(name, **options):
-    """Tokens of each question without a drafter, which exact decoding leaves as they are."""
+    """Tokens of each question about one image without a drafter, which exact decoding leaves as they are."""
     quick = fast(name, None)
-    return [quick.run(**entry, **options).state.tokens[0] for entry in questions(name)]
+    return [quick.run(**entry, **options).state.tokens[0] for entry in questions(name, 1)]
 
 
 @pytest.mark.parametrize(
@@ -91,10 +89,10 @@ def plain(name, **options):
 )
 def test_rounds_with_every_drafter(name, kind):
     """Greedy and sampled."""
-    quick, entries = fast(name, DRAFTERS[kind](name)), questions(name)
+    quick, entries = fast(name, DRAFTERS[kind](name)), questions(name, 1)
     for options in ({}, SAMPLED):
-        found, reused = streamed(quick, entries, PrefixCache(), **options)
-        assert found == streamed(quick, entries, 0, **options)[0] and sum(map(bool, reused)) == 8
+        found, reused = streamed(quick, entries, PrefixCache(), slots=3, **options)
+        assert found == streamed(quick, entries, 0, slots=3, **options)[0] and sum(map(bool, reused)) == 4
         assert [tokens for tokens, _ in found] == plain(name, **options)
     assert not quick.setup.drafter.warned
 
@@ -191,14 +189,8 @@ def test_digest_of_arguments():
 
     other = torch.zeros(2000)
     other[1000] = 1e-6
-    for wrap in (
-        list,
-        tuple,
-        lambda x: {"a": x},
-        lambda x: Parts([x]),
-        lambda x: [x[0].numpy()],
-        lambda x: [{"b": (x,)}],
-    ):
+    wraps = list, tuple, lambda x: {"a": x}, lambda x: Parts([x]), lambda x: [x[0].numpy()], lambda x: [{"b": (x,)}]
+    for wrap in wraps:
         same, equal, different = ([torch.zeros(2000)], [torch.zeros(2000)], [other])
         assert digest(wrap(same)) == digest(wrap(equal)) != digest(wrap(different)) != None  # noqa: E711
     assert digest(Opaque()) is digest([Opaque()]) is digest({"a": Opaque()}) is None

@@ -163,10 +163,8 @@ def test_state_is_copied(do_sample):
     seeded = {"seed": 3} if do_sample else {}
     for drafter in (None, TreeOracle(expected, wrong=0.3), TreeOracle(expected, wrong=0.3, per_row=True), Hostile()):
         used = Taking()
-        assert (
-            new_tokens(fast("llava", drafter).generate(**inputs, **options, **seeded, logits_processor=[used]), inputs)
-            == expected
-        )
+        found = fast("llava", drafter).generate(**inputs, **options, **seeded, logits_processor=[used])
+        assert new_tokens(found, inputs) == expected
         assert used.length is None, "the user's own is left as it was"
     assert processors.fork(used).tokenizer is used.tokenizer
 
@@ -177,9 +175,8 @@ def test_a_watermark_equals_stock():
     config = tf.SynthIDTextWatermarkingConfig(ngram_len=3, keys=[654, 400, 836, 123], context_history_size=16)
     options = {"max_new_tokens": NEW, "watermarking_config": config, "do_sample": False}
     expected = new_tokens(model_of("llava").generate(**inputs, **options), inputs)
-    assert expected != new_tokens(
-        model_of("llava").generate(**inputs, **options | {"watermarking_config": None}), inputs
-    )
+    plain = model_of("llava").generate(**inputs, **options | {"watermarking_config": None})
+    assert expected != new_tokens(plain, inputs)
     assert new_tokens(fast("llava", TreeOracle(expected, wrong=0.3)).generate(**inputs, **options), inputs) == expected
 
 

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from tests.tiny_images import scene_files
 from visspec.api import progress
 from visspec.api.progress import Progress
 from visspec.cli.main import main
-from visspec.io import included
 
 
 @pytest.fixture
@@ -49,9 +49,7 @@ def test_bar_in_terminal(monkeypatch):
 
 def test_a_caption_run_says_how_fast_it_was(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress, "EVERY_S", 0.0)
-    images = [str(tmp_path / f"{i}.png") for i in range(3)]
-    for image, path in zip(included.scenes("shapes").images(3), images):
-        image.save(path)
+    scene_files(tmp_path, 3)
     (tmp_path / "3.png").write_bytes(b"broken")
     argv = ["caption", str(tmp_path), "--out", str(tmp_path / "o.jsonl"), "--max-new-tokens", "16", "--compare", "2"]
     assert main(argv) == 1

@@ -94,9 +94,8 @@ def test_greedy_equals_plain_decoding(data, name, shape, limit, end, per_row):
     assert model.last_stats.faults == 0
     for held, emitted, finished in slots_of_rounds:
         for slots, tokens, over in zip(held, emitted, finished):
-            assert slots == tokens or (over and slots >= tokens), (
-                "cached: the prompt and all tokens but the pending one"
-            )
+            cached = slots == tokens or (over and slots >= tokens)
+            assert cached, "the prompt and all tokens but the pending one"
 
 
 @settings(max_examples=12)
@@ -187,9 +186,8 @@ def test_slot_cache_equals_lists(data, rows, layers):
             assert keys.shape == values.shape == (len(model), 2, extent, 3)
             for b, held in enumerate(model):
                 row = [x + layer for x in held + written[b].tolist()]
-                assert keys[b, 0, : len(row), 0].tolist() == row and values[b, 1, : len(row), 2].tolist() == [
-                    -x for x in row
-                ]
+                assert keys[b, 0, : len(row), 0].tolist() == row
+                assert values[b, 1, : len(row), 2].tolist() == [-x for x in row]
             assert keys.isfinite().all()
         paths = []
         for held, new in zip(model, written.tolist()):
@@ -267,14 +265,9 @@ def test_pace_asks_within_limits(data, levels):
         budget = data.draw(st.integers(1, 9))
         times = {k: data.draw(st.floats(0, 1)) for k in ("verify", "accept", "draft", "observe")}
         trace = Bag(
-            latest=times,
-            gave_up=0,
-            rounds=[],
-            requested=0,
-            structure=OWN,
-            counted=False,
+            latest=times, gave_up=0, rounds=[], requested=0, structure=OWN, counted=False,
             context=data.draw(st.sampled_from([0, 40, 5000])),
-        )
+        )  # fmt: skip
         state = Bag(budget=budget, rows=[0], trace=trace)
         depth = pace.depth(state)
         assert 0 <= depth <= min(levels, budget - 1)

@@ -1,7 +1,4 @@
-"""Draft passes without masks: the layers are told lengths and trees, and answer as with a mask.
-
-Shapes: B rows, H query heads, K key heads, N nodes, S slots, E head size.
-"""
+"""Draft passes with and without masks are equal. B rows, H query heads, K key heads, N nodes, S slots, E head size."""
 
 import warnings
 from types import SimpleNamespace
@@ -26,7 +23,7 @@ from visspec.models.decoder import probe
 from visspec.models.decoder.target import HFDecoder
 
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
-FULL = ("llama", "qwen2", "llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm")
+OTHERS = ("qwen2", "qwen2_5_vl", "qwen3_vl", "internvl", "smolvlm")  # than those with every drafter
 
 
 @pytest.fixture
@@ -63,7 +60,7 @@ def test_greedy_output_equals_stock(name, shape, on, monkeypatch):
     assert {6, 9, 11} <= counts and not built_masks and (1 in counts) == (shape == "ragged")
 
 
-@pytest.mark.parametrize("name", FULL)
+@pytest.mark.parametrize("name", OTHERS)
 def test_every_family_is_told(name, on):
     expected, inputs = stock(name, "ragged"), prompt(name, shapes(name)["ragged"])
     assert new_tokens(fast(name, TreeOracle(expected, 0.3)).generate(**inputs, **GREEDY), inputs) == expected

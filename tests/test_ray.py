@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tests.doubles import refused
+from tests.tiny_images import scene_files
 from visspec.api import distributed, sources
 from visspec.api.distributed import Attempts, Job, RayWorker, ReadTask
 from visspec.api.loading import load
 from visspec.api.sources import Record, seed_of
 from visspec.cli.main import main
-from visspec.io import included
 from visspec.presets import write_preset
 
 SHORT = ["--max-new-tokens", "4", "--drafter", "none"]
@@ -121,14 +121,12 @@ def test_a_run_goes_on_with_and_without_ray(tmp_path, capsys, monkeypatch):
         yield from make()(sources.new_records(read(), done, repeated))
 
     monkeypatch.setattr(distributed, "run", here)
-    preset, images, found = tmp_path / "p.json", [tmp_path / f"{i}.png" for i in range(4)], []
-    for image, path in zip(included.scenes("shapes").images(4), images):
-        image.save(path)
+    preset, images, found = tmp_path / "p.json", scene_files(tmp_path, 4), []
     model, _ = load("captioner")
     write_preset(preset, model, {"drafter": "ngram", "acceptance": "typical:epsilon=0.1"})
     for count, name, ways in ((2, "a", ["--ray"]), (2, "b", []), (4, "a", []), (4, "b", ["--ray"])):
         out = tmp_path / f"{name}.jsonl"
-        argv = ["caption", *map(str, images[:count]), "--out", str(out), "--preset", str(preset), *ways]
+        argv = ["caption", *images[:count], "--out", str(out), "--preset", str(preset), *ways]
         assert main([*argv, "--max-new-tokens", "4"]) == 0
         assert "2 records, 0 of them failed" in capsys.readouterr().out
         about = json.loads(Path(f"{out}.about.json").read_text())
@@ -191,8 +189,7 @@ def test_captions_of_two_processes(cluster, tmp_path, capsys):
     """The same records, exit codes and counts of ids that come twice."""
     home, table = tmp_path / "images", tmp_path / "t.jsonl"
     home.mkdir()
-    for i, image in enumerate(included.scenes("shapes").images(6)):
-        image.save(home / f"{i}.png")
+    scene_files(home, 6)
     (home / "6.png").write_bytes(b"broken")
     again = [{"id": "a", "image": "images/0.png"}] * 3 + [{"id": str(home / "1.png"), "image": "images/1.png"}]
     table.write_text("\n".join(map(json.dumps, again)))

@@ -39,9 +39,8 @@ def qwen3_5_vl():
 
 
 def lfm2():
-    config = tf.Lfm2Config(
-        **{**TEXT, "num_hidden_layers": 4}, layer_types=["conv", "conv", "full_attention", "conv"], conv_L_cache=3
-    )
+    kinds = ["conv", "conv", "full_attention", "conv"]
+    config = tf.Lfm2Config(**{**TEXT, "num_hidden_layers": 4}, layer_types=kinds, conv_L_cache=3)
     return built(tf.Lfm2ForCausalLM, config)
 
 
@@ -177,12 +176,9 @@ def test_rows_enter_a_running_batch(name):
     single = [prompt(name, (n,), seed) for seed, n in enumerate(lengths)]
     fast = visspec.accelerate(model_of(name), "context", adaptive=False)
     limits = (NEW, 5, 9, 14, 3)
-    expected = [
-        new_tokens(model_of(name).generate(**p, max_new_tokens=n, do_sample=False), p)[0]
-        for p, n in zip(single, limits)
-    ]
-    answers = fast.stream([p | {"max_new_tokens": n} for p, n in zip(single, limits)], slots=2)
-    found = {a.id: a for a in answers}
+    entries = [inputs | {"max_new_tokens": n} for inputs, n in zip(single, limits)]
+    expected = [new_tokens(model_of(name).generate(**entry, do_sample=False), entry)[0] for entry in entries]
+    found = {answer.id: answer for answer in fast.stream(entries, slots=2)}
     assert [found[i].error for i in range(5)] == [None] * 5
     assert [found[i].tokens for i in range(5)] == expected
 
@@ -265,11 +261,8 @@ def test_law_of_trees(name, monkeypatch):
     """In float64 throughout, behind rows that replay different numbers of tokens. Control: each path as another one."""
     cast = torch.Tensor.to
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(
-        torch.Tensor,
-        "to",
-        lambda self, *args, **more: cast(self, *(torch.float64 if a is torch.float32 else a for a in args), **more),
-    )
+    wide = lambda args: (torch.float64 if a is torch.float32 else a for a in args)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **more: cast(self, *wide(args), **more))
     with torch.inference_mode(False):
         model = MODELS[name]().double()
     inputs = prompt(name, (8, 5, 3))

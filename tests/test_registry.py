@@ -114,10 +114,8 @@ def test_orders_of_places(name):
 @pytest.mark.parametrize("name", sorted(name for name, entry in registry.table("order").items() if not entry.needs))
 def test_order_decides_every_place(name):
     drafts, rule = {"islands": ("lowres", RULES["local"])}.get(name, ("none", "exact"))
-    tokens, alone = (
-        drawn(janus_pair(tiny_drafter(drafts), registry.rule(rule), registry.order(name)), rows)[0]
-        for rows in (ROWS, [1])
-    )
+    make = lambda: janus_pair(tiny_drafter(drafts), registry.rule(rule), registry.order(name))  # noqa: E731
+    tokens, alone = (drawn(make(), rows)[0] for rows in (ROWS, [1]))
     assert [len(row) for row in tokens] == [made("janus").layout.positions] * 3 and alone == tokens[1:2]
     assert registry.order(name).raster == (tokens == draw(made("janus"), ROWS, temperature=1.0)[0])
 

@@ -1,6 +1,4 @@
-"""What a round is said to have done, row by row: where tokens came from, tau by depth, and what the
-draft-length policy learns of it; and that drafters draft for the place where the loop stands.
-"""
+"""Records of a round, row by row: origins of tokens, tau by depth, what the policy learns, and draft positions."""
 
 import copy
 import itertools
@@ -91,10 +89,8 @@ def test_shallow_leaf_bonus(per_row):
 
     def write(right, state):
         wrong = (right + 1) % VOCAB
-        rows = [
-            [0, right[0, 0], wrong[0, 0], right[0, 1], right[0, 2]],
-            [0, wrong[1, 0], right[1, 0], wrong[1, 1], right[1, 2]],
-        ]
+        first = [0, right[0, 0], wrong[0, 0], right[0, 1], right[0, 2]]
+        rows = [first, [0, wrong[1, 0], right[1, 0], wrong[1, 1], right[1, 2]]]
         tree = trees.from_parents(torch.tensor([parent] * 2), 3) if per_row else trees.static(parent)
         return drafted(torch.tensor(rows), tree)
 
@@ -140,12 +136,8 @@ def to_device(length_policy, rounds, verify=1e-3, draft=1e-4, context=0):
     for each in rounds:
         latest = {"verify": verify(each.levels), "accept": 0.0, "draft": draft(each.levels), "observe": 0.0}
         more = {
-            "context": context,
-            "requested": each.levels,
-            "structure": OWN,
-            "counted": False,
-            "nodes": each.levels + 1,
-        }
+            "context": context, "requested": each.levels, "structure": OWN, "counted": False, "nodes": each.levels + 1,
+        }  # fmt: skip
         length_policy.observe(Bag(rounds=[each], latest=latest, **more))
     return length_policy
 
@@ -297,9 +289,7 @@ def near(seed=0):
     "shape, plain, reads", [("one", 0, 99), ("ragged", 0, 99), ("ragged", 2, 99), ("ragged", 0, 5)]
 )
 def test_small_model_drafts(shape, plain, reads):
-    """In every round, whatever was accepted before, with `plain` rounds first in which nothing is drafted: its own
-    generate on the prompt, of which it reads `reads` tokens at most, and the answer so far.
-    """
+    """In every round, after `plain` rounds, its own generate on the prompt (`reads` tokens at most) and the answer."""
     small, rows, seen = near(), shapes("llama")[shape], []
     inputs = prompt("llama", rows)
     alone = [single_row("llama", rows, inputs, b)["input_ids"] for b in range(len(rows))]

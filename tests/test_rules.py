@@ -1,6 +1,4 @@
-"""Rules that toss their own uniform numbers: agreement with the enumerated law, the acceptance identity, and the drift
-meter.
-"""
+"""Rules with uniform numbers: the enumerated law, the acceptance identity, and the drift meter."""
 
 from types import SimpleNamespace
 

@@ -63,11 +63,7 @@ OPTIONS = {
     "minimal length": {"min_new_tokens": 6, "eos_token_id": [EOS, *range(5, 40)]},
     "forced end": {"forced_eos_token_id": EOS},
     "own processor": {"logits_processor": LogitsProcessorList([NoRepeat(), Counting()])},
-    "own and repetition": {
-        "repetition_penalty": 1.3,
-        "logits_processor": LogitsProcessorList([NoRepeat()]),
-        "top_p": 0.9,
-    },
+    "own and repetition": {"repetition_penalty": 1.3, "logits_processor": [NoRepeat()], "top_p": 0.9},
 }
 WARPERS = {"temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 GREEDY = {name: {k: v for k, v in options.items() if k not in WARPERS} for name, options in OPTIONS.items()}
@@ -78,9 +74,7 @@ GREEDY = {"plain": {}} | {name: options for name, options in GREEDY.items() if o
     *((True, name) for name in OPTIONS), *((False, name) for name in GREEDY),
 ])  # fmt: skip
 def test_scores_equal_stock(option, do_sample, monkeypatch):
-    """Token for token, sampling is plain sampling of the same seed and greedy decoding is stock's, whoever drafts;
-    `output_scores` holds what transformers computes along the same tokens.
-    """
+    """Sampling is plain sampling of the same seed, greedy is stock's, and `output_scores` are transformers' own."""
     inputs = prompt("llava", shapes("llava")["ragged"])
     options = (OPTIONS if do_sample else GREEDY)[option] | {"do_sample": do_sample, "max_new_tokens": 12}
     options |= {"return_dict_in_generate": True, "output_scores": True}
@@ -239,14 +233,8 @@ def test_warp_equals_transformers(monkeypatch):
     torch.manual_seed(1)
     logits = torch.randn(50, 40) * 3
     logits[:10] = logits[:10].round()  # ties
-    for temperature, k, p in (
-        (1.0, 0, 1.0),
-        (0.7, 5, 1.0),
-        (1.3, 0, 0.9),
-        (0.9, 12, 0.7),
-        (1.0, 39, 0.99),
-        (2.0, 60, 0.05),
-    ):
+    cases = (1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.9), (0.9, 12, 0.7), (1.0, 39, 0.99), (2.0, 60, 0.05)
+    for temperature, k, p in cases:
         expected = TemperatureLogitsWarper(temperature)(None, logits) if temperature != 1 else logits
         expected = TopKLogitsWarper(k)(None, expected) if k else expected
         expected = TopPLogitsWarper(p)(None, expected) if p < 1 else expected

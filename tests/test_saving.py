@@ -57,9 +57,8 @@ def test_an_accelerated_model_is_read_back(tmp_path, how):
 def test_given_wins_over_saved(tmp_path):
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["one"])
     visspec.accelerate(model, make("llava", "eagle3"), levels=3).save_pretrained(tmp_path)
-    again = visspec.Accelerated.from_pretrained(
-        tmp_path, drafter="ngram", acceptance="typical", levels=2, batch_invariant=True
-    )
+    options = {"drafter": "ngram", "acceptance": "typical", "levels": 2, "batch_invariant": True}
+    again = visspec.Accelerated.from_pretrained(tmp_path, **options)
     assert again.name == "ngram" and type(again.rule).__name__ == "Typical"
     again.save_pretrained(tmp_path)
     last = visspec.Accelerated.from_pretrained(str(tmp_path))

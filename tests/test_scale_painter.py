@@ -141,10 +141,8 @@ def test_a_drafter_of_other_codes_is_refused(pipe, tmp_path):
 def test_other_targets_are_rows_of_the_bench(pipe):
     others = bench_image.other_targets(pipe, ["plain", "scalekv"])
     assert list(others) == ["scalekv"]
-    others = {
-        "half": pipe.with_parts({"budget": 0.5}),
-        "two": pipe.with_parts({"refiner": fresh(1, depth=1), "handover": 2}),
-    }
+    two = {"refiner": fresh(1, depth=1), "handover": 2}
+    others = {"half": pipe.with_parts({"budget": 0.5}), "two": pipe.with_parts(two)}
     record = bench_image.bench(pipe, PROMPTS, {}, {"temperature": 1.0}, warmup=1, others=others)
     rows = {row["name"]: row for row in record["rows"]}
     assert record["stock"] is None and not record["failures"]

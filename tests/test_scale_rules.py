@@ -145,9 +145,7 @@ class Given:
 
 
 def repaired_rounds(rule, point=None):
-    """All that a round can give, with probabilities: over drafts, or of the one that is a point, and cells of uniform
-    numbers.
-    """
+    """All results of a round with probabilities, over drafts (or one point) and cells of uniform numbers."""
     drafts = [point] if point else [(a, b) for a in every(0) for b in every(1)]
     for a, b in drafts:
         if point:

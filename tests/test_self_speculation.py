@@ -51,9 +51,8 @@ def test_all_layers_draft_what_the_target_says(family):
             for b, length in enumerate(lengths):
                 assert torch.equal(old[b, :, :length], new[b, :, :length])
         scores = target.verify(state, trees.chain_draft(state.pending, torch.stack(drafted, dim=1)))
-        torch.testing.assert_close(
-            scores.distribution.logits[:, :4], torch.stack(distributions, dim=1), atol=1e-4, rtol=1e-4
-        )
+        found, wanted = scores.distribution.logits[:, :4], torch.stack(distributions, dim=1)
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_skipped_layer():

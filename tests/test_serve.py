@@ -1,6 +1,4 @@
-"""`visspec serve`, through the official client: answers are those of generate, whoever else asks; what is not supported
-is refused by name; clients that leave free their rows; a server that stops finishes what it has.
-"""
+"""`visspec serve` through the official client: answers equal generate's, refusals name the field, rows are freed."""
 
 # ruff: noqa: E402 (what is imported needs the extra)
 
@@ -209,9 +207,7 @@ def test_choices_have_seeds(running, pictures):
 @settings(max_examples=150)
 @given(st.data())
 def test_a_text_in_pieces_is_the_text(data):
-    """Words, halves of characters and blanks as tokens. The first token that completes a stop text ends the text, which
-    is cut at the earliest stop text; nothing of one is said, however the tokens come.
-    """
+    """The first token that completes a stop text ends the text before it, however tokens split words and characters."""
     table = ["a", "b", " a", "ab", " ", "\n", b"\xc3", b"\xa9", "ba", "é a", "aab b"]
     raw = [piece if isinstance(piece, bytes) else piece.encode() for piece in table]
 
@@ -282,17 +278,13 @@ def test_answers_of_a_schema(captioner, monkeypatch):
         assert answer(SCHEMA, max_tokens=3).finish_reason == "length"  # nobody expects a whole object
 
 
-@pytest.mark.parametrize(
-    "schema, broken",
-    [
-        ({"type": "string", "pattern": "^(?!a)[a-z]+$"}, '"ab"'),
-        ({"type": "integer", "not": {"const": 1}}, "1"),
-        ({"type": "number", "multipleOf": 0.5}, "2.7"),
-        ({"allOf": [{"type": "integer", "minimum": 2}, {"type": "integer", "maximum": 3}]}, "4"),
-        ({"type": "object", "required": ["a"], "properties": {"b": {}}}, '{"b": 1}'),
-        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1, 1]"),
-    ],
-)
+@pytest.mark.parametrize("schema, broken", [
+    ({"type": "string", "pattern": "^(?!a)[a-z]+$"}, '"ab"'), ({"type": "integer", "not": {"const": 1}}, "1"),
+    ({"type": "number", "multipleOf": 0.5}, "2.7"),
+    ({"allOf": [{"type": "integer", "minimum": 2}, {"type": "integer", "maximum": 3}]}, "4"),
+    ({"type": "object", "required": ["a"], "properties": {"b": {}}}, '{"b": 1}'),
+    ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1, 1]"),
+])  # fmt: skip
 def test_answers_are_validated_where_the_grammar_passes_over_a_keyword(schema, broken):
     """Each is a schema whose grammar allows what the schema does not."""
     xgrammar = pytest.importorskip("xgrammar")

@@ -106,9 +106,8 @@ def test_static_ranks():
     paths = ((0,), (2,), (2, 1), (2, 1, 0))
     distributions = torch.randn(1, 1, 9).log_softmax(-1)
     for depth in (1, 2, 3):
-        planned = feature_tree.StaticTreeBuilder(
-            torch.zeros(1, dtype=torch.long), tuple(p for p in paths if len(p) <= depth), None
-        )
+        some = tuple(path for path in paths if len(path) <= depth)
+        planned = feature_tree.StaticTreeBuilder(torch.zeros(1, dtype=torch.long), some, None)
         for _ in range(depth):
             planned.grow(distributions)
         draft, order = planned.finish(0), distributions[0, 0].argsort(descending=True)
@@ -146,9 +145,8 @@ def test_budget_tree_is_optimal():
     less = 0
     for seed in range(20):
         distribution, nodes, depth = context_law(4, seed, sharpness=0.7), 5, 3
-        every = sorted(
-            (mass(distribution, p) for d in (1, 2, 3) for p in itertools.product(range(4), repeat=d)), reverse=True
-        )
+        paths = [path for d in (1, 2, 3) for path in itertools.product(range(4), repeat=d)]
+        every = sorted((mass(distribution, path) for path in paths), reverse=True)
         assert grown(distribution, nodes, nodes, depth, 4) == pytest.approx(sum(every[:nodes]), rel=1e-5)
         less += grown(distribution, 2, nodes, depth, 4) < sum(every[:nodes]) - 1e-4
     assert less > 5

@@ -57,9 +57,8 @@ def test_ideal_by_hand():
     assert found["draft_over_plain"] == pytest.approx(0.2)
     assert found["host_over_plain"] == pytest.approx(0.1)
     assert found["ideal_speedup"] == pytest.approx(3 / 1.5)
-    assert found["gap"] == pytest.approx(
-        {"tau": 3.0, "after_verify": 3 / 1.2, "after_draft": 3 / 1.4, "after_host": 3 / 1.5}
-    )
+    gap = {"tau": 3.0, "after_verify": 3 / 1.2, "after_draft": 3 / 1.4, "after_host": 3 / 1.5}
+    assert found["gap"] == pytest.approx(gap)
 
 
 def test_bootstrap_brackets_the_mean_and_repeats():
@@ -129,10 +128,8 @@ def test_the_fastest_arm_of_those_a_model_takes():
 def test_reached_is_the_n_of_acceptance_by_depth():
     """Three levels drafted, 2 tokens gained: depth 1 kept, depth 2 tried, depth 3 not reached. Then all, then none."""
     first = [Round(3, [2], [True])]
-    runs = [
-        run(1, rounds=first),
-        run(1, rounds=[Round(3, [4], [False]), Round(3, [1], [True]), Round(0, [1], [False])]),
-    ]
+    second = [Round(3, [4], [False]), Round(3, [1], [True]), Round(0, [1], [False])]
+    runs = [run(1, rounds=rounds) for rounds in (first, second)]
     found = speed.acceptance(runs)
     assert found["reached_by_depth"] == [3, 2, 1]
     assert found["acceptance_by_depth"] == pytest.approx([2 / 3, 1 / 2, 1.0])

@@ -240,12 +240,6 @@ def test_a_text_model_sees_no_pictures(command, folder, capsys):
     assert f"{folder} generates text and sees no pictures" in said and "visspec bench text" in said
 
 
-@pytest.mark.parametrize("command", ["generate x", "bench image"])
-def test_a_text_model_draws_nothing(command, folder, capsys):
-    said = refused(capsys, *command.split(), "--model", folder)
-    assert "'llama' does not generate images" in said and "`bench text`" in said
-
-
 def test_serve_answers_a_chat(folder):
     testclient = pytest.importorskip("fastapi.testclient", reason="the extra `serve` is not installed")
     from visspec.api.server import Service, application

@@ -68,14 +68,11 @@ def methods() -> list[tuple]:
     grown = ImageFeatureDrafter.for_model(tiny_images.janus(), seed=4)
     grown = ImageFeatureDrafter(grown.head, tiny_images.janus(), tree="dynamic", width=2, nodes=6)
     return [
-        (None, "exact"),
-        ("jacobi:window=4", "exact"),
-        (learned, "exact"),
-        ("jacobi:redraw=maximal,window=4", "lantern:k=4,delta=0.2"),
-        (grown, "lantern_plus:k=3,lam=2.0"),
+        (None, "exact"), ("jacobi:window=4", "exact"), (learned, "exact"),
+        ("jacobi:redraw=maximal,window=4", "lantern:k=4,delta=0.2"), (grown, "lantern_plus:k=3,lam=2.0"),
         ("jacobi:redraw=independent,start=random,window=4", "grouped:group=4"),
         ("jacobi:redraw=maximal,window=4", "rejection"),
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.nightly)])

@@ -137,9 +137,8 @@ def test_resume_is_exact(tmp_path):
     with pytest.raises(Stop):
         first.run(stop)
     again, second = trainer(tmp_path / "broken")
-    second.drafter.head.load_state_dict(
-        EagleDrafter.from_pretrained(tmp_path / "broken", model_of("llava")).head.state_dict()
-    )
+    kept = EagleDrafter.from_pretrained(tmp_path / "broken", model_of("llava"))
+    second.drafter.head.load_state_dict(kept.head.state_dict())
     assert second.resume() and second.step == 6
     second.run()
     for a, b in zip(whole.head.state_dict().values(), again.head.state_dict().values()):
@@ -149,9 +148,7 @@ def test_resume_is_exact(tmp_path):
 
 
 class Dying:
-    """Writes half of the `at`-th file of a save (or moves nothing), and from then on nothing: a full disk, where what
-    is written later may succeed again, or a process that is `killed`.
-    """
+    """Writes half of a save's `at`-th file, or moves nothing, and nothing after: a full disk or a killed process."""
 
     def __init__(self, monkeypatch, at: int, killed: bool):
         self.at, self.killed, self.count = at, killed, 0

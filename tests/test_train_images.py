@@ -98,12 +98,12 @@ def test_killed_run(texts, tmp_path, monkeypatch, preset):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not included.present("painter"), reason="the included image model is not in this checkout")
+@pytest.mark.skipif(not included.present("painter-lowres"), reason="the included image model is not in this checkout")
 def test_prompts_of_included_model(tmp_path):
-    training.run("painter", tmp_path, steps=1, rows=1, group=1, reuse=1, validate_every=0, eval_rows=1)
+    training.run("painter-lowres", tmp_path, steps=1, rows=1, group=1, reuse=1, validate_every=0, eval_rows=1)
     record = json.loads((tmp_path / "provenance.json").read_text())
-    assert record["target"] == "painter" and int(record["settings"]["data"].split()[0]) > 50
-    assert "from_pretrained('painter', drafter=" in (tmp_path / "README.md").read_text()
+    assert record["target"] == "painter-lowres" and int(record["settings"]["data"].split()[0]) > 50
+    assert "from_pretrained('painter-lowres', drafter=" in (tmp_path / "README.md").read_text()
 
 
 def test_the_shell_trains_for_a_folder(texts, tmp_path, capsys):

@@ -172,9 +172,8 @@ def head_of(**entries):
     model = model_of("llava")
     target = HFDecoder(model, (-1,), embeddings=True, states=True)
     config = SimpleNamespace(**entries)
-    target.model = SimpleNamespace(
-        config=SimpleNamespace(get_text_config=lambda: config), get_output_embeddings=model.get_output_embeddings
-    )
+    text = SimpleNamespace(get_text_config=lambda: config)
+    target.model = SimpleNamespace(config=text, get_output_embeddings=model.get_output_embeddings)
     return target
 
 

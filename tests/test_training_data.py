@@ -23,15 +23,10 @@ from visspec.train.capture import AnsweredRequest, capture
 
 RED = "data:image/png;base64,"
 LLAVA = {
-    "id": "7",
-    "image": "a.png",
-    "conversations": [
-        {"from": "human", "value": "<image>\nw5 ü ?"},
-        {"from": "gpt", "value": "w6 w7"},
-        {"from": "human", "value": "w8"},
-        {"from": "gpt", "value": "w9"},
-    ],
-}
+    "id": "7", "image": "a.png",
+    "conversations": [{"from": "human", "value": "<image>\nw5 ü ?"}, {"from": "gpt", "value": "w6 w7"},
+                      {"from": "human", "value": "w8"}, {"from": "gpt", "value": "w9"}],
+}  # fmt: skip
 TEXT = [{"type": "text", "text": "w5"}]
 
 
@@ -55,11 +50,9 @@ def lines(path, *entries):
 
 def shown(conversation):
     """Turns with their pictures as <image>, and names of the media."""
-    texts = [
-        m["role"][0] + ":" + "|".join(p.get("text", f"<{p['type']}>") for p in m["content"])
-        for m in conversation.messages
-    ]
-    return texts, [getattr(media, "name", media) for media in conversation.media]
+    parts = [(m["role"][0], [p.get("text", f"<{p['type']}>") for p in m["content"]]) for m in conversation.messages]
+    turns = [f"{role}:{'|'.join(texts)}" for role, texts in parts]
+    return turns, [getattr(media, "name", media) for media in conversation.media]
 
 
 @pytest.mark.parametrize("entry,turns,media,questions", [
@@ -262,9 +255,8 @@ def test_mixed_batches(home):
     assert len(items) == 5 and inputs["image_grid_thw"].shape[0] == 2 and inputs["video_grid_thw"].shape[0] == 1
     for item, text in zip(items, processor().tokenizer.batch_decode(inputs["input_ids"])):
         assert [w for w in text.split() if w[0] == "w"] == " ".join(texts(item)).split()
-    state = visspec.loop.decode.decode(
-        HFDecoder(qwen()), None, visspec.Exact(), batches(0), visspec.loop.draft_length.FixedLength(1)
-    )
+    policy = visspec.loop.draft_length.FixedLength(1)
+    state = visspec.loop.decode.decode(HFDecoder(qwen()), None, visspec.Exact(), batches(0), policy)
     assert all(state.tokens)
 
 
@@ -326,9 +318,7 @@ def test_broken_image(home):
     again, _ = prompts(home, *entries)
     assert [texts(item)[0] for item in again.batch(6)[1]] == first[6]
     few, _ = prompts(home, *entries, max_bad=1)
-    with one_sentence(
-        r"data: got 2 items that can't be read, the last of them line . of .*, expected at most 1 \(--max"
-    ):
+    with one_sentence(r"data: got 2 items that can't be read, the last of them line . of .*, expected at most 1 \(--m"):
         [few.batch(n) for n in range(8)]
     none, _ = prompts(home, *[entries[2]] * 3)
     with one_sentence("data: got 0 items that can be read, expected the 2 of a batch"):
@@ -339,20 +329,15 @@ def test_what_a_processor_refuses_is_counted_too(home):
     """A text with the token of an image, and a prompt longer than the model's context."""
     entries = [{"prompt": "w5"}, {"prompt": "w6 <|image_pad|>"}, {"prompt": "w7"}, {"prompt": "w8 " * 5000}]
     batches, reader = prompts(home, *entries)
-    assert {t.conversation.messages[0]["content"][0]["text"] for n in range(3) for t in batches.batch(n)[1]} == {
-        "w5",
-        "w7",
-    }
-    assert (
-        set(reader.bad) == {1, 3} and "with 1 <|image_pad|>" in reader.bad[1] and "the model's context" in reader.bad[3]
-    )
+    assert {text for n in range(3) for item in batches.batch(n)[1] for text in texts(item)} == {"w5", "w7"}
+    assert reader.bad.keys() == {1, 3}
+    assert "with 1 <|image_pad|>" in reader.bad[1] and "the model's context" in reader.bad[3]
 
 
 def test_a_run_says_how_much_of_the_data_it_sees(home):
     data = TrainingData(lines(home / "d.jsonl", *[{"prompt": "w5"}] * 4), "target")
     options = train_drafter.TrainingOptions(steps=2000, batch=16, rows=8, group=8)
     said = train_drafter.what_is_seen(data, 100_000, 64, options, 1, "target")
-    assert said.startswith("2,000 steps see 4,096 of 100,000 items (0.041 epochs)") and said.endswith(
-        "target's answers"
-    )
+    assert said.startswith("2,000 steps see 4,096 of 100,000 items (0.041 epochs)")
+    assert said.endswith("target's answers")
     assert train_drafter.steps_of(4096, options, 1) == 2048 and train_drafter.steps_of(4096, options, 2) == 1024

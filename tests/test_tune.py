@@ -12,7 +12,6 @@ from visspec import presets
 from visspec.cli import tune as command
 from visspec.cli import tune_image
 from visspec.cli.main import main
-from visspec.io import included
 
 
 def test_preset_of_tune(tmp_path):
@@ -38,8 +37,7 @@ KEPT = ("drafter", "acceptance", "levels")
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
     home = tmp_path_factory.mktemp("images")
-    for i, image in enumerate(included.scenes("shapes").images(8)):
-        image.save(home / f"{i}.png")
+    tiny_images.scene_files(home, 8)
     (home / "00.png").write_bytes(b"broken")
     return home
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 from tests.doubles import one_sentence
-from tests.layouts import KLFormulas, affine, conv, filled, resnet, within
+from tests.layouts import DECODED, ENCODED, KLFormulas, ScaleFormulas, affine, conv, filled, ldm_names, scale_tensors
 from visspec.models.scales.multiscale import SCALES, MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.models.scales.reading import ConditionState
 from visspec.models.var import layout as layouts_var
@@ -24,12 +24,8 @@ TOL = {"rtol": 1e-5, "atol": 1e-5}
 def var_names(config):
     """The published names and shapes."""
     width, total, depth = config.width, config.scales.total, config.depth
-    names = {
-        "pos_start": (1, config.scales.sizes[0], width),
-        "pos_1LC": (1, total, width),
-        "class_emb.weight": (config.classes + 1, width),
-        "lvl_embed.weight": (len(config.scales), width),
-    }
+    names = {"pos_start": (1, config.scales.sizes[0], width), "pos_1LC": (1, total, width)}
+    names |= {"class_emb.weight": (config.classes + 1, width), "lvl_embed.weight": (len(config.scales), width)}
     names |= affine("word_embed", width, config.code_size) | affine("head", config.codes, width)
     names |= affine("head_nm.ada_lin.1", 2 * width, width)
     names |= affine("shared_ada_lin.1", 6 * width, width) if config.shared else {}
@@ -46,29 +42,19 @@ def var_names(config):
 
 def published(config, scale=0.3):
     torch.manual_seed(0)
-    tensors = filled(var_names(config), scale)
+    tensors = scale_tensors(var_names(config), scale)
     levels = torch.arange(len(config.scales)).repeat_interleave(torch.tensor(config.scales.sizes))[None]
-    for name in tensors:
-        if name.endswith("zero_k_bias"):
-            tensors[name].zero_()
-        if name.endswith("scale_mul_1H11"):  # one of the heads beyond the published limit of 100
-            tensors[name] = torch.tensor([1.4, 5.0]).view(1, -1, 1, 1)[:, : config.heads]
     hidden = torch.where(levels[0][:, None] >= levels[0], 0.0, -math.inf)[None, None]
     return tensors | {"lvl_1L": levels, "attn_bias_for_masking": hidden}
 
 
-class Published:
-    """VAR on a dict of published tensors: logits of all positions of one image in one pass."""
+class Published(ScaleFormulas):
+    """VAR: logits of all positions of one image in one pass."""
 
     def __init__(self, tensors, heads):
-        self.t, self.heads = tensors, heads
+        super().__init__(tensors)
+        self.heads = heads
         self.depth = len([name for name in tensors if re.fullmatch(r"blocks\.\d+\.attn\.mat_qkv\.weight", name)])
-
-    def linear(self, x, name):
-        return x @ self.t[f"{name}.weight"].T + self.t[f"{name}.bias"]
-
-    def norm(self, x):
-        return (x - x.mean(-1, keepdim=True)) / (x.var(-1, correction=0, keepdim=True) + 1e-6).sqrt()
 
     def block(self, x, name, given):
         """x: (L, C)."""
@@ -78,16 +64,11 @@ class Published:
         else:
             six = self.linear(said, f"{name}.ada_lin.1").view(6, -1)
         gamma1, gamma2, scale1, scale2, shift1, shift2 = six
-        h = (self.norm(x) * (1 + scale1) + shift1) @ self.t[f"{name}.attn.mat_qkv.weight"].T
-        h = h + torch.cat([self.t[f"{name}.attn.{part}"] for part in ("q_bias", "zero_k_bias", "v_bias")])
-        q, k, v = (part.unflatten(1, (self.heads, -1)).transpose(0, 1) for part in h.chunk(3, dim=1))
-        sharp = self.t[f"{name}.attn.scale_mul_1H11"][0].clamp(max=math.log(100)).exp()
-        q, k = q / q.norm(dim=-1, keepdim=True) * sharp, k / k.norm(dim=-1, keepdim=True)
-        weight = (q @ k.transpose(1, 2) + self.t["attn_bias_for_masking"][0, 0]).softmax(-1)
-        x = x + self.linear((weight @ v).transpose(0, 1).flatten(1), f"{name}.attn.proj") * gamma1
+        hidden = self.t["attn_bias_for_masking"][0, 0]
+        h = self.attended(self.norm(x) * (1 + scale1) + shift1, f"{name}.attn", self.heads, hidden)
+        x = x + h * gamma1
         h = self.linear(self.norm(x) * (1 + scale2) + shift2, f"{name}.ffn.fc1")
-        h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h**3)))
-        return x + self.linear(h, f"{name}.ffn.fc2") * gamma2
+        return x + self.linear(self.gelu(h), f"{name}.ffn.fc2") * gamma2
 
     def logits(self, inputs, label):
         """inputs: (L - first, c), what the scales after the first are made of."""
@@ -102,28 +83,14 @@ class Published:
 
 def vq_names(shape):
     """The published names of the autoencoder: LDM's, with queries, keys and values in one, and 3 x 3 around."""
-    widths = [shape.channels * m for m in shape.multipliers]
-    top, coarse = len(widths) - 1, widths[-1]
 
     def fused(name, c):
         return affine(f"{name}.norm", c) | conv(f"{name}.qkv", 3 * c, c, 1, 1) | conv(f"{name}.proj_out", c, c, 1, 1)
 
-    names = conv("encoder.conv_in", widths[0], 3, 3, 3) | affine("encoder.norm_out", coarse)
-    names |= conv("encoder.conv_out", shape.size, coarse, 3, 3) | conv("decoder.conv_in", coarse, shape.size, 3, 3)
-    names |= affine("decoder.norm_out", widths[0]) | conv("decoder.conv_out", 3, widths[0], 3, 3)
-    for part in ("encoder", "decoder"):
-        names |= resnet(f"{part}.mid.block_1", coarse, coarse) | fused(f"{part}.mid.attn_1", coarse)
-        names |= resnet(f"{part}.mid.block_2", coarse, coarse)
-    for level, width in enumerate(widths):
-        down, up, before = f"encoder.down.{level}", f"decoder.up.{level}", widths[max(level - 1, 0)]
-        for i in range(shape.blocks):
-            names |= resnet(f"{down}.block.{i}", width if i else before, width)
-            names |= fused(f"{down}.attn.{i}", width) if level == top else {}
-        for i in range(shape.blocks + 1):
-            names |= resnet(f"{up}.block.{i}", widths[min(level + 1, top)] if not i else width, width)
-            names |= fused(f"{up}.attn.{i}", width) if level == top else {}
-        names |= conv(f"{down}.downsample.conv", width, width, 3, 3) if level < top else {}
-        names |= conv(f"{up}.upsample.conv", width, width, 3, 3) if level else {}
+    top = (len(shape.multipliers) - 1,)
+    names = ldm_names(
+        shape.channels, shape.multipliers, shape.blocks, shape.size, attended=top, attend=fused, both=True
+    )
     for name in ("quant_conv", "post_quant_conv"):
         names |= conv(name, shape.size, shape.size, shape.kernel, shape.kernel)
     for i in range(shape.shared):
@@ -196,12 +163,8 @@ def test_var_formulas(tmp_path, vae, vae_tensors, shared):
     config = VARConfig(**{**vars(SMALL), "shared": shared, "hidden": 128})
     tensors, model = loaded(config, tmp_path)
     assert model.config == config
-    tensors, vae_tensors, model, vae = (
-        doubled(tensors),
-        doubled(vae_tensors),
-        model.double(),
-        copy.deepcopy(vae).double(),
-    )
+    tensors, vae_tensors = doubled(tensors), doubled(vae_tensors)
+    model, vae = model.double(), copy.deepcopy(vae).double()
     codes, classes = torch.randint(16, (2, 30)), torch.tensor([3, 5])
     _, inputs = VQFormulas(vae_tensors).inputs(codes, SIDES)
     maps = torch.zeros(2, 3, 16, dtype=torch.long)
@@ -217,18 +180,18 @@ def test_var_formulas(tmp_path, vae, vae_tensors, shared):
 @torch.no_grad()
 def test_autoencoder_formulas(vae, vae_tensors):
     """In float64."""
-    tensors, vae = {name: tensor.double() for name, tensor in vae_tensors.items()}, copy.deepcopy(vae).double()
-    formulas, form = VQFormulas(tensors), {"middle": ("mid.block_1", "mid.attn_1", "mid.block_2"), "res": "block"}
+    tensors, vae = doubled(vae_tensors), copy.deepcopy(vae).double()
+    formulas = VQFormulas(tensors)
     scales, codes = ScaleSizes.square(*SIDES), torch.randint(16, (2, 30))
     features, _ = formulas.inputs(codes, SIDES)
     torch.testing.assert_close(vae.quantize.features(codes, scales), features, **TOL)
     hidden = formulas.conv(features, "post_quant_conv", padding=1)
-    wanted = formulas.decode(hidden, **within("decoder", form | {"levels": ("up.1", "up.0")})).clamp(-1, 1)
+    wanted = formulas.decode(hidden, **DECODED).clamp(-1, 1)
     torch.testing.assert_close(vae.decode(codes, scales), wanted, **TOL)
     pixels = torch.rand(2, 3, 8, 8).double() * 2 - 1
     nothing = {"quant_conv.weight": torch.eye(4).double()[..., None, None], "quant_conv.bias": torch.zeros(4).double()}
     formulas.t = tensors | nothing  # the formula's is 1 x 1
-    left = formulas.encode(pixels, **within("encoder", form | {"levels": ("down.0", "down.1")}))
+    left = formulas.encode(pixels, **ENCODED)
     left = F.conv2d(left, tensors["quant_conv.weight"], tensors["quant_conv.bias"], padding=1)
     found = []
     for k, side in enumerate(SIDES):
@@ -278,11 +241,9 @@ def test_bad_transformer(tmp_path):
 
 
 def test_bad_autoencoder(tmp_path, vae_tensors):
-    file = tmp_path / "vae.safetensors"
-    for words, changed in (("unknown tensor 'quantize.beta'", vae_tensors | {"quantize.beta": torch.zeros(1)}),):
-        save_file(changed, file)
-        with one_sentence(words):
-            layouts_var.load_var_vae(file)
+    save_file(vae_tensors | {"quantize.beta": torch.zeros(1)}, tmp_path / "vae.safetensors")
+    with one_sentence("unknown tensor 'quantize.beta'"):
+        layouts_var.load_var_vae(tmp_path / "vae.safetensors")
 
 
 def test_wrong_settings_are_refused():

@@ -56,16 +56,12 @@ def test_lowest_chosen():
     assert chosen([0.0, 0.0, 0.0], 2, 5) == chosen([0.0, 0.0, 0.0], 2, 5)
 
 
-@pytest.mark.parametrize(
-    "text, answer",
-    [
-        ("  blue .", "blue ."),
-        ("<think>red?</think> <answer> two\nrings </answer>", "two\nrings"),
-        ("<answer>no</answer> then <Answer>yes</Answer>", "yes"),
-        (r"so \boxed{1} or rather \boxed{\frac{1}{2}} .", r"\frac{1}{2}"),
-        (r"never closed \boxed{1", r"never closed \boxed{1"),
-    ],
-)
+@pytest.mark.parametrize("text, answer", [
+    ("  blue .", "blue ."), ("<think>red?</think> <answer> two\nrings </answer>", "two\nrings"),
+    ("<answer>no</answer> then <Answer>yes</Answer>", "yes"),
+    (r"so \boxed{1} or rather \boxed{\frac{1}{2}} .", r"\frac{1}{2}"),
+    (r"never closed \boxed{1", r"never closed \boxed{1"),
+])  # fmt: skip
 def test_the_span_that_answers(text, answer):
     assert answer_of(text) == answer
 

@@ -1,6 +1,4 @@
-"""The library without its toys: with `visspec/toys` and the included weights deleted, the rest imports and runs, and
-says in a sentence what is missing.
-"""
+"""Without `visspec/toys` and the included weights, the library imports, runs, and says what is missing."""
 
 import json
 import os

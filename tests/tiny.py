@@ -86,10 +86,8 @@ def sized_pixels(images: list[int], seed: int) -> dict[str, Tensor]:
 
 def anyres_pixels(images: list[int], seed: int) -> dict[str, Tensor]:
     """LLaVA-NeXT: the whole picture and its tiles, 16 by 8 pixels on the pinpoint (16, 8)."""
-    return {
-        "pixel_values": noise(sum(images), 3, 3, 8, 8, seed=seed),
-        "image_sizes": torch.tensor([[16, 8]] * sum(images)),
-    }
+    sizes = torch.tensor([[16, 8]] * sum(images))
+    return {"pixel_values": noise(len(sizes), 3, 3, 8, 8, seed=seed), "image_sizes": sizes}
 
 
 def packed_pixels(grids: list[list[int]], seed: int, what: str) -> dict[str, Tensor]:
@@ -144,22 +142,14 @@ def mistral() -> nn.Module:
 
 
 def llava(**changes) -> nn.Module:
-    config = tf.LlavaConfig(
-        vision_config=tf.CLIPVisionConfig(**{**TOWER, "patch_size": 4}),
-        text_config=tf.LlamaConfig(**{**TEXT, **changes}),
-        image_token_index=IMAGE,
-        image_seq_length=4,
-    )
+    vision, text = tf.CLIPVisionConfig(**{**TOWER, "patch_size": 4}), tf.LlamaConfig(**{**TEXT, **changes})
+    config = tf.LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE, image_seq_length=4)
     return built(tf.LlavaForConditionalGeneration, config)
 
 
 def llava_next() -> nn.Module:
-    config = tf.LlavaNextConfig(
-        vision_config=tf.CLIPVisionConfig(**{**TOWER, "patch_size": 4}),
-        text_config=tf.LlamaConfig(**TEXT),
-        image_token_index=IMAGE,
-        image_grid_pinpoints=[[16, 8]],
-    )
+    parts = {"vision_config": tf.CLIPVisionConfig(**{**TOWER, "patch_size": 4}), "text_config": tf.LlamaConfig(**TEXT)}
+    config = tf.LlavaNextConfig(**parts, image_token_index=IMAGE, image_grid_pinpoints=[[16, 8]])
     return built(tf.LlavaNextForConditionalGeneration, config)
 
 
@@ -176,12 +166,8 @@ def pixtral() -> nn.Module:
 
 
 def mistral3() -> nn.Module:
-    config = tf.Mistral3Config(
-        vision_config=tf.PixtralVisionConfig(**TOWER, head_dim=8),
-        text_config=tf.MistralConfig(**TEXT, sliding_window=None),
-        image_token_index=IMAGE,
-        spatial_merge_size=2,
-    )
+    tower, text = tf.PixtralVisionConfig(**TOWER, head_dim=8), tf.MistralConfig(**TEXT, sliding_window=None)
+    config = tf.Mistral3Config(vision_config=tower, text_config=text, image_token_index=IMAGE, spatial_merge_size=2)
     return built(tf.Mistral3ForConditionalGeneration, config)
 
 
@@ -254,12 +240,8 @@ def paligemma() -> nn.Module:
 
 
 def internvl() -> nn.Module:
-    config = tf.InternVLConfig(
-        vision_config={**TOWER, "image_size": [8, 8], "patch_size": [2, 2]},
-        text_config=tf.Qwen2Config(**WITHOUT_HEAD_DIM),
-        image_token_id=IMAGE,
-        image_seq_length=4,
-    )
+    tower, text = {**TOWER, "image_size": [8, 8], "patch_size": [2, 2]}, tf.Qwen2Config(**WITHOUT_HEAD_DIM)
+    config = tf.InternVLConfig(vision_config=tower, text_config=text, image_token_id=IMAGE, image_seq_length=4)
     return built(tf.InternVLForConditionalGeneration, config)
 
 
@@ -306,9 +288,7 @@ SHAPES = {  # what is between the pictures: numbers are ordinary ids, "i" a pict
 TEXT_SHAPES = {"one": ["14"], "several": ["25"], "even": ["10", "10"], "ragged": ["19", "12", "3"]}
 
 
-def row_of(
-    name: str, parts: str, generator: torch.Generator
-) -> tuple[list[int], list[int], dict[str, list[list[int]]]]:
+def row_of(name: str, parts: str, generator: torch.Generator) -> tuple[list[int], list[int], dict[str, Any]]:
     """Ids, token types, and the grids of the pictures and videos of one prompt."""
     family = FAMILIES[name]
     ids, types = [BOS], [0]
@@ -317,15 +297,12 @@ def row_of(
         if part == "i":
             grid = GRIDS[len(grids["image"]) % 3] if family.grid else [1, 4, 4]
             grids["image"].append(grid)
-            block = (
-                [VISION_START, *[IMAGE] * (grid[1] * grid[2] // 4), VISION_END] if family.grid else list(family.image)
-            )
+            packed = [VISION_START, *[IMAGE] * (grid[1] * grid[2] // 4), VISION_END]
+            block = packed if family.grid else list(family.image)
         elif part == "v":
             grids["video"].append(CLIP)
             frame = [VIDEO] * (CLIP[1] * CLIP[2] // 4)
-            stamped = [
-                i for _ in range(CLIP[0]) for i in [7, VISION_START, *frame, VISION_END]
-            ]  # Qwen3-VL: frame by frame
+            stamped = [7, VISION_START, *frame, VISION_END] * CLIP[0]  # Qwen3-VL: frame by frame
             block = stamped if name == "qwen3_vl" else [VISION_START, *frame * CLIP[0], VISION_END]
         else:
             block = torch.randint(*TEXT_IDS, (int(part),), generator=generator).tolist()

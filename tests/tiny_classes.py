@@ -1,7 +1,4 @@
-"""Tiny random models of any class of transformers that generates, and prompts for them, of text and with pictures.
-
-They are made from the default configuration of the class, which the names of its fields make small.
-"""
+"""Tiny random models of any generating class of transformers, from its shrunk default configuration, and prompts."""
 
 from __future__ import annotations
 
@@ -244,9 +241,7 @@ def rope(old: Any, sections: bool) -> Any:
 
 
 def tiny_config(kind: type, windows: bool = True, filled: bool = False) -> tf.PreTrainedConfig:
-    """A small configuration of a model class, with sliding windows where there is a field for them, and with values
-    where the default configuration leaves usual fields empty.
-    """
+    """A small configuration of a model class. windows: slide where possible. filled: set usual empty fields."""
     try:
         default = kind.config_class()
     except Exception:
@@ -305,9 +300,7 @@ Batches = dict[str, Any]
 
 
 def padded(lengths: list[int], picture: list[int] | None = None) -> dict[str, Tensor]:
-    """Rows of text of these lengths, padded on the left, with a picture behind the second token of each. A motif comes
-    again and again, so that n-grams find something.
-    """
+    """Left-padded rows of text with a repeated motif for n-grams, and a picture behind each row's second token."""
     generator, rows = torch.Generator().manual_seed(0), []
     for length in lengths:
         motif = torch.randint(5, SPECIAL[0], (7,), generator=generator).tolist()
@@ -320,9 +313,7 @@ def padded(lengths: list[int], picture: list[int] | None = None) -> dict[str, Te
 
 
 def text(model: nn.Module) -> Batches:
-    """Prompts of text; where the answer is a picture, with the grids it shall have, and the id that begins it; where it
-    is speech as well, without that.
-    """
+    """Prompts of text, with the grids and the start id of models that draw, and without speech."""
     batches = {batch: padded(lengths) for batch, lengths in TEXT.items()}
     if "images_per_sample" in inspect.signature(model.forward).parameters:
         for inputs in batches.values():
@@ -337,9 +328,7 @@ def text(model: nn.Module) -> Batches:
 
 
 def forms(accepted: set[str]) -> Iterator[Callable[..., dict[str, Tensor]]]:
-    """Ways to hand over n pictures, as functions of n and a seed: sixteen patches each, whole pictures, or tiles; then
-    the same without their sizes, and with masks of pictures for those of pixels.
-    """
+    """Ways to pass n pictures, as functions of n and a seed: patches, whole or tiles, with and without sizes."""
     xy = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="xy"), dim=-1).reshape(1, 16, 2)
     patch, side, flat = 3 * PATCH * PATCH, SIDE, "image_grid_thw" in accepted
     cut = flat or {"image_position_ids", "image_token_pooling", "spatial_shapes"} & accepted
@@ -411,9 +400,7 @@ def lively(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
 
 
 def cases(name: str) -> list[tuple[str, nn.Module, Batches]]:
-    """(inputs, model, batches) of a class; of a few random models the first that is lively. Raises what its
-    construction raises.
-    """
+    """(inputs, model, batches) of a class, of the first lively random model. Raises what its construction raises."""
     found = None
     for seed in range(5):
         model = tiny_model(name, seed)

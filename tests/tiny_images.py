@@ -42,9 +42,8 @@ def janus(seed: int = 0):
         vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128,
     )  # fmt: skip
-    config = tf.JanusConfig(
-        text_config=text.to_dict(), vision_config=vision.to_dict(), vq_config=vq.to_dict(), image_token_id=39
-    )
+    parts = {"text_config": text.to_dict(), "vision_config": vision.to_dict(), "vq_config": vq.to_dict()}
+    config = tf.JanusConfig(**parts, image_token_id=39)
     model = tf.JanusForConditionalGeneration(config).eval()
     enliven(model, seed)
     with torch.no_grad():
@@ -57,10 +56,7 @@ def janus(seed: int = 0):
 
 
 def janus_pro(where: Path) -> None:
-    """The tiny Janus with the files and special tokens of deepseek-community/Janus-Pro-1B, as transformers saves them.
-
-    Its generation settings have no `do_sample`, and its tokenizer puts the begin of a sentence in front of a prompt.
-    """
+    """The tiny Janus with the files of deepseek-community/Janus-Pro-1B: no `do_sample`, BOS in front of a prompt."""
     special = {
         "pad_token": "<｜▁pad▁｜>", "bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>",
         "boi_token": "<begin_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_placeholder>",
@@ -125,6 +121,14 @@ def painter_processor() -> tf.JanusProcessor:
     return tf.JanusProcessor.from_pretrained(included_folder("painter-lowres"))
 
 
+def scene_files(folder: Path, count: int) -> list[str]:
+    """Held-out scenes of shapes as files 0.png, 1.png, ... of a folder; their paths."""
+    paths = [folder / f"{i}.png" for i in range(count)]
+    for image, path in zip(included.scenes("shapes").images(count), paths):
+        image.save(path)
+    return list(map(str, paths))
+
+
 def included_folder(name: str) -> Path:
     """The folder of an included model; the test is skipped where its weights are not there."""
     if not included.present(name):
@@ -149,9 +153,7 @@ TEXT = {
 
 
 def word_tokenizer(names: list[str], **specials: str) -> tf.PreTrainedTokenizerFast:
-    """One token a word, ids in the order of `names`; `specials` are the names of special tokens, as transformers calls
-    them (pad_token) or a processor (eoi_token).
-    """
+    """One token per word, ids in the order of `names`; `specials` by transformers' names (pad_token, eoi_token)."""
     core = Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}, unk_token="<unk>"))
     core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     known = {"bos_token", "eos_token", "pad_token", "unk_token"}

@@ -171,7 +171,7 @@ def check_alike(name: str, other: NextScale, model: NextScale) -> None:
         got, want = getattr(other.config, what), getattr(model.config, what)
         if got != want:
             shown = (list(v.sizes) if isinstance(v, ScaleSizes) else v for v in (got, want))
-            raise ValueError("{}: got {} {}, expected the model's {}".format(name, what, *shown))
+            raise ValueError("{}: got {} {}, expected {} as in the model".format(name, what, *shown))
 
 
 class ScaleTarget(Target):

@@ -132,9 +132,7 @@ def test_compare_folders(tmp_path: Path):
 
 @pytest.mark.parametrize("n, n_reference", [(200, 200), (80, 400)])
 def test_noise_floor(n: int, n_reference: int):
-    """Over 60 draws the distance of n rows to a reference of the same law is, on average, the floor it is read beside;
-    with twice or half the floor it would be out of bounds by far.
-    """
+    """Over 60 draws of one law the mean distance is the floor; twice or half the floor would be far out of bounds."""
     extractor = types.SimpleNamespace(name="rows", fingerprint="f", preprocessing="none")
     rng = torch.Generator().manual_seed(0)
     values, floors = [], []

@@ -89,9 +89,8 @@ def test_relations_follow_the_shrunk_offset(subject, expected):
 def test_position_needs_the_reference_and_the_relation():
     cat = thing("cat", box=(50, 0, 60, 10))
     assert verdict(LEFT, cat, thing("dog"))[0]
-    assert verdict(LEFT, thing("cat"), thing("dog", box=(50, 0, 60, 10)))[1] == (
-        "expected dog left of target, found right of"
-    )
+    found = verdict(LEFT, thing("cat"), thing("dog", box=(50, 0, 60, 10)))
+    assert found[1] == "expected dog left of target, found right of"
     assert verdict(LEFT, thing("dog"))[1] == "expected cat>=1, found 0\nno target for dog to be left of"
 
 

@@ -22,9 +22,8 @@ def agrees(seen: Analysis, scene: Scene, side: int) -> bool:
     """Whether detections and shapes match one to one: class, colour, centre and radius within a pixel."""
     left = list(scene.things)
     for found in seen.shapes:
-        match = next(
-            (k for k in left if (k.kind, k.colour) == (found.label, found.colour) and near(k, found, side)), None
-        )
+        alike = [k for k in left if (k.kind, k.colour) == (found.label, found.colour)]
+        match = next((k for k in alike if near(k, found, side)), None)
         if match is None:
             return False
         left.remove(match)

@@ -1,7 +1,4 @@
-"""Triton tests run compiled where there is a GPU, interpreted in a process of their own where there is none.
-
-TRITON_INTERPRET must be set before Triton is first imported, and must not reach the rest of the suite.
-"""
+"""Triton tests: compiled on a GPU, else interpreted in a process of their own, since TRITON_INTERPRET is global."""
 
 import os
 

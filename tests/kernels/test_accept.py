@@ -28,9 +28,8 @@ def assert_row(outputs, b, wanted):
 def test_tree_against_definition(dtype):
     seen = 0
     for seed in range(200):
-        case = accept.random_case(
-            seed, rows=50, nodes=2 + seed % 8, vocabulary=3 + seed % 13, dtype=dtype, **KINDS[seed % len(KINDS)]
-        )
+        sizes = {"rows": 50, "nodes": 2 + seed % 8, "vocabulary": 3 + seed % 13}
+        case = accept.random_case(seed, dtype=dtype, **sizes, **KINDS[seed % len(KINDS)])
         outputs = accept_tree(**case)
         for b in range(50):
             assert_row(outputs, b, accept.reference(**row(case, b)))
@@ -107,24 +106,17 @@ def test_log_laws_decide_as_their_softmax(kind):
         assert all(torch.equal(a, b) for a, b in zip(accept_tree(**{**case, "p": poisoned}, scores=True), wanted))
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "named"),
-    [
-        ({"tokens": torch.zeros(4, 7)}, TypeError, "tokens"),
-        ({"tokens": torch.full((4, 7), 99)}, ValueError, "tokens"),
-        ({"tokens": torch.full((4, 7), -1)}, ValueError, "tokens: found ids from -1"),
-        ({"parent": torch.zeros(4, 6, dtype=torch.long)}, ValueError, "parent"),
-        ({"p": torch.zeros(4, 0, 11)}, ValueError, "p: found an empty tree"),
-        ({"q": torch.zeros(4, 7, 10)}, ValueError, "q:"),
-        ({"uniforms": None}, TypeError, "uniforms"),
-        ({"mass": torch.zeros(4, 3)}, ValueError, "mass"),
-        ({"neighbours": torch.zeros(11, 3, dtype=torch.long)}, ValueError, "delta"),
-        ({"neighbours": TABLE, "delta": float("nan")}, ValueError, "delta: found nan"),
-        ({"neighbours": TABLE, "lam": 0.5}, ValueError, "lam"),
-        ({"depth": -1}, ValueError, "depth: found -1"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("change", "error", "named"), [
+    ({"tokens": torch.zeros(4, 7)}, TypeError, "tokens"), ({"tokens": torch.full((4, 7), 99)}, ValueError, "tokens"),
+    ({"tokens": torch.full((4, 7), -1)}, ValueError, "tokens: found ids from -1"),
+    ({"parent": torch.zeros(4, 6, dtype=torch.long)}, ValueError, "parent"),
+    ({"p": torch.zeros(4, 0, 11)}, ValueError, "p: found an empty tree"),
+    ({"q": torch.zeros(4, 7, 10)}, ValueError, "q:"), ({"uniforms": None}, TypeError, "uniforms"),
+    ({"mass": torch.zeros(4, 3)}, ValueError, "mass"),
+    ({"neighbours": torch.zeros(11, 3, dtype=torch.long)}, ValueError, "delta"),
+    ({"neighbours": TABLE, "delta": float("nan")}, ValueError, "delta: found nan"),
+    ({"neighbours": TABLE, "lam": 0.5}, ValueError, "lam"), ({"depth": -1}, ValueError, "depth: found -1"),
+], ids=str)  # fmt: skip
 def test_bad_input_names_the_argument(change, error, named):
     with pytest.raises(error, match=f"^{named}"):
         accept_tree(**{**accept.random_case(0), **change})

@@ -19,9 +19,7 @@ def threshold(decide, count, steps=60):
 
 
 def first_token_law(verify, tokens, parent, p, q):
-    """Exact law of the token after node 0, the uniform numbers integrated out: tokens (C, N), p (N, V), q (C, N, V) ->
-    (C, V).
-    """
+    """Exact law (C, V) of the token after node 0, over the uniforms: tokens (C, N), p (N, V), q (C, N, V)."""
     (C, N), V = tokens.shape, p.shape[1]
     children = [n for n in range(1, N) if int(parent[n]) == 0]
     reject = torch.full((N,), 1 - 2.0**-40, dtype=torch.float64)
@@ -113,17 +111,10 @@ def test_chain_keeps_the_target_law(seed):
     assert (distribution - p[0]).abs().sum() / 2 < 1e-12
 
 
-@pytest.mark.parametrize(
-    ("verify", "drawn"),
-    [
-        (inflated, False),
-        (inflated, True),
-        (no_residual, False),
-        (no_residual, True),
-        (no_renormalisation, False),
-        (wrong_draft_law, True),
-    ],
-)
+@pytest.mark.parametrize(("verify", "drawn"), [
+    (inflated, False), (inflated, True), (no_residual, False), (no_residual, True), (no_renormalisation, False),
+    (wrong_draft_law, True),
+])  # fmt: skip
 def test_broken_rules_are_caught(verify, drawn):
     assert total_variation(verify, drawn, 0) > 1e-4
 

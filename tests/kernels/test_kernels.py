@@ -47,30 +47,29 @@ def test_grouped_mass(case):
         assert torch.allclose(found.double(), groups.reference(**arguments), atol=1e-6)
 
 
+def check_commit(arguments):
+    wanted = commit.reference(**arguments)
+    kernels.commit_kv(**arguments)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], wanted))
+
+
 @cases(commit)
 def test_commit_kv(case):
     for seed in SEEDS:
-        arguments = commit.random_case(seed, **case)
-        wanted = commit.reference(**arguments)
-        kernels.commit_kv(**arguments)
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], wanted))
+        check_commit(commit.random_case(seed, **case))
 
 
 def test_commit_kv_at_end_and_strided():
     arguments = commit.random_case(0, slots=8, rows=2)
     arguments["length"][:] = torch.tensor([8, 0])  # the first row is full and keeps nothing
     arguments["kv"] = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in arguments["kv"]]
-    wanted = commit.reference(**arguments)
-    kernels.commit_kv(**arguments)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], wanted))
+    check_commit(arguments)
 
 
 def test_commit_kv_within_path():
     arguments = commit.random_case(0)
     arguments["path"], arguments["count"] = torch.tensor([[0, 2, 5]] * 3), torch.tensor([3, 4, 99])
-    wanted = commit.reference(**arguments)
-    kernels.commit_kv(**arguments)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], wanted))
+    check_commit(arguments)
 
 
 def test_mask_of_tree():
@@ -142,27 +141,24 @@ TABLE = torch.tensor([[1, 2]] * 5)
 KV = torch.zeros(2, 1, 8, 4)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "named"),
-    [
-        (lambda: kernels.guided_warp(torch.zeros(2, 5, dtype=torch.int64)), TypeError, "logits"),
-        (lambda: kernels.guided_warp(LAW, LAW[:1]), ValueError, "uncond"),
-        (lambda: kernels.guided_warp(LAW, temperature=float("nan")), ValueError, "temperature"),
-        (lambda: kernels.guided_warp(LAW, LAW, guidance=-1.0), ValueError, "guidance: found -1"),
-        (lambda: kernels.guided_warp(LAW, top_p=1.5), ValueError, "top_p"),
-        (lambda: kernels.neighbour_mass(LAW, IDS, TABLE), ValueError, "delta"),
-        (lambda: kernels.neighbour_mass(LAW, IDS - 2, TABLE, delta=0.1), ValueError, "token: found ids from -1"),
-        (lambda: kernels.neighbour_mass(LAW, IDS, TABLE, delta=0.1, row=IDS), ValueError, "row: found ids from 1 to 2"),
-        (lambda: kernels.neighbour_mass(LAW, IDS, TABLE[:4], delta=0.1), ValueError, "neighbours"),
-        (lambda: kernels.grouped_mass(LAW, None, IDS * 9, group=2), ValueError, "token"),
-        (lambda: kernels.grouped_mass(LAW, None, IDS, group=-1), ValueError, "group"),
-        (lambda: kernels.commit_kv([KV, KV[:, :, :4]], IDS, TABLE[:2], IDS), ValueError, "kv"),
-        (lambda: kernels.ancestors(IDS[None], -1), ValueError, "levels"),
-        (lambda: kernels.tree_attention(KV, KV, KV, IDS), ValueError, "parent"),
-        (lambda: kernels.tree_attention(KV, KV.double(), KV, IDS), TypeError, "k:"),
-        (lambda: kernels.tree_attention(KV[:, :, :0], KV, KV, IDS), ValueError, "q: found an empty tree"),
-    ],
-)
+@pytest.mark.parametrize(("call", "error", "named"), [
+    (lambda: kernels.guided_warp(torch.zeros(2, 5, dtype=torch.int64)), TypeError, "logits"),
+    (lambda: kernels.guided_warp(LAW, LAW[:1]), ValueError, "uncond"),
+    (lambda: kernels.guided_warp(LAW, temperature=float("nan")), ValueError, "temperature"),
+    (lambda: kernels.guided_warp(LAW, LAW, guidance=-1.0), ValueError, "guidance: found -1"),
+    (lambda: kernels.guided_warp(LAW, top_p=1.5), ValueError, "top_p"),
+    (lambda: kernels.neighbour_mass(LAW, IDS, TABLE), ValueError, "delta"),
+    (lambda: kernels.neighbour_mass(LAW, IDS - 2, TABLE, delta=0.1), ValueError, "token: found ids from -1"),
+    (lambda: kernels.neighbour_mass(LAW, IDS, TABLE, delta=0.1, row=IDS), ValueError, "row: found ids from 1 to 2"),
+    (lambda: kernels.neighbour_mass(LAW, IDS, TABLE[:4], delta=0.1), ValueError, "neighbours"),
+    (lambda: kernels.grouped_mass(LAW, None, IDS * 9, group=2), ValueError, "token"),
+    (lambda: kernels.grouped_mass(LAW, None, IDS, group=-1), ValueError, "group"),
+    (lambda: kernels.commit_kv([KV, KV[:, :, :4]], IDS, TABLE[:2], IDS), ValueError, "kv"),
+    (lambda: kernels.ancestors(IDS[None], -1), ValueError, "levels"),
+    (lambda: kernels.tree_attention(KV, KV, KV, IDS), ValueError, "parent"),
+    (lambda: kernels.tree_attention(KV, KV.double(), KV, IDS), TypeError, "k:"),
+    (lambda: kernels.tree_attention(KV[:, :, :0], KV, KV, IDS), ValueError, "q: found an empty tree"),
+])  # fmt: skip
 def test_bad_input_names_the_argument(call, error, named):
     with pytest.raises(error, match=f"^{named}"):
         call()

@@ -192,10 +192,9 @@ def test_tree_attention_views():
     for seen in (wide[:, 1:6, 2:7], own.transpose(1, 2).contiguous().transpose(1, 2)):
         found = attention.tree_attention_triton(**arguments, **given, ancestors=seen)
         assert torch.allclose(found, wanted, atol=1e-5)
-    one = attention.tree_attention_triton(**arguments, **given, ancestors=own[:1].expand(3, -1, -1))
-    assert torch.allclose(
-        one, attention.reference(**arguments, **given, ancestors=own[:1].expand(3, -1, -1)), atol=1e-5
-    )
+    given["ancestors"] = own[:1].expand(3, -1, -1)
+    one, wanted = (call(**arguments, **given) for call in (attention.tree_attention_triton, attention.reference))
+    assert torch.allclose(one, wanted, atol=1e-5)
 
 
 WARPS = [(case, False, scores) for case in warp.CASES for scores in (False, True)]

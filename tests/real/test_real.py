@@ -1,8 +1,4 @@
-"""Identity with transformers' `generate` on published weights (`make real`), in float32; in bfloat16 with our plain
-decoding under `batch_invariant=True`.
-
-Skipped where the weights are not there; `tests/real/fetch.py` brings them.
-"""
+"""Identity with `generate` on published weights (`make real`) in float32; in bfloat16 under `batch_invariant=True`."""
 
 import copy
 import json
