@@ -219,6 +219,7 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(recipe.kind), **network)
     if drafter.ids is not None and not resumed:
         recording = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
+        drafter_export.say(f"Counting ids in {GROUP} batches of answers, for the drafter's vocabulary.")
         drafter.keep(frequent(recording, prompts, drafter.config.draft_vocab, GROUP))
     record = provenance(
         model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=asked.preset
