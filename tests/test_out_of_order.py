@@ -502,7 +502,7 @@ def asked(**changes):
     (lambda: LowRes(family(), family(), window=0), "window: got 0, expected at least 1"),
     (lambda: LowRes(Janus(janus(3), None), family()), "another codebook, expected the target's 24 codes"),
     (lambda: LowRes(Janus(sibling(8), None), family()), r"grid of \(8, 8\), expected at most the target's \(4, 4\)"),
-    (lambda: RejectedRegions().bind(Local(), Jacobi()), "drafter: The order islands needs a drafter of whole image"),
+    (lambda: RejectedRegions().bind(Local(), Jacobi()), "drafter: The order .islands. needs a drafter of whole image"),
     (lambda: RejectedRegions().bind(Exact(), Draft()), "acceptance: got Exact, expected local"),
     (lambda: Local(k=4).bind(IMAGE), "k: got 4, expected at most 3 neighbours in a codebook of 3"),
     (lambda: LowRes(knowing("a", sibling())).attach(knowing("b", janus())), "another tokenizer, expected that of the"),

@@ -81,7 +81,6 @@ def from_folder(
 
 
 def _score(batch: Sequence[tuple[str, Path, str]], scorer: ClipScorer, journal: Journal) -> list[str]:
-    """Add a row for each (key, file, caption) whose file can be read. Returns the problems with the others."""
     read, problems = [], []
     for key, path, caption in batch:
         try:

@@ -52,7 +52,6 @@ class Categorical(Distribution):
 
     @classmethod
     def limits(cls, capabilities: Any, device: torch.device | str) -> Tensor:
-        """Return which ids may be drafted, (V,) bool."""
         allowed_V = torch.ones(capabilities.vocab, dtype=torch.bool, device=device)
         allowed_V[[i for i in capabilities.never_drafted if 0 <= i < len(allowed_V)]] = False
         return allowed_V

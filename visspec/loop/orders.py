@@ -36,7 +36,7 @@ class RejectedRegions(Order):
 
     def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
         if drafter is None or not drafter.traits.whole_images:
-            raise ValueError("drafter: The order islands needs a drafter of whole images. Use lowres.")
+            raise ValueError("drafter: The order 'islands' needs a drafter of whole images. Use lowres.")
         inner = rule.inner
         if not isinstance(inner, Local):
             raise ValueError(f"acceptance: got {type(inner).__name__}, expected local for the order islands.")

@@ -183,7 +183,6 @@ class OutOfOrderDecoder:
         return categorical(scores.distribution).logits, [{t: n for n, t in enumerate(table)} for table in tables]
 
     def _after(self, laws_BNV: Tensor | None, at: list[dict[int, int]], pairs: list[tuple[int, int]]) -> Tensor:
-        """Return the distribution (F, V) at each (row, place): after the previous node, or the prompt at place 0."""
         if not pairs:
             return self.first_BV[:0]
         after_BNV = self.first_BV[:, None] if laws_BNV is None else torch.cat([self.first_BV[:, None], laws_BNV], 1)

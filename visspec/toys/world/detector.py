@@ -273,7 +273,6 @@ class ShapeDetector(WorldDetector):
         return np.sqrt(beyond**2 + pixels[..., 1] ** 2 + pixels[..., 2] ** 2)
 
     def _parts(self, front: np.ndarray, distance: np.ndarray, side: int) -> list[tuple[np.ndarray, int]]:
-        """Return (mask, colour index) of every large component, split if two colours are frequent."""
         least = 0.25 * min(_moments(kind)[0] for kind in CLASSES) * (self.min_radius * side) ** 2
         nearest_colour = distance.argmin(-1)
         labels, n = components(front)
@@ -298,7 +297,6 @@ class ShapeDetector(WorldDetector):
     def _explain(
         self, rgb: np.ndarray, mask: np.ndarray, colour: int, sigma: float, side: int
     ) -> tuple[Shapelike, np.ndarray] | None:
-        """Return the template of a component and its coverage of the image, or None if the score is too low."""
         wide = grow(mask)
         rows, columns = np.nonzero(wide)
         top, bottom, left, right = rows.min(), rows.max() + 1, columns.min(), columns.max() + 1
@@ -343,7 +341,6 @@ class ShapeDetector(WorldDetector):
     def _unexplained(
         front: np.ndarray, distance: np.ndarray, shapes: Sequence[Shapelike], templates: np.ndarray
     ) -> float:
-        """Return the share of foreground pixels outside all templates, or well inside one and of another colour."""
         wrong = front.copy()
         for template in templates:
             wrong &= ~grow(template > 0.01)

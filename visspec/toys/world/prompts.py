@@ -36,7 +36,6 @@ def scene_of(prompt: Mapping[str, Any], rng: np.random.Generator) -> Scene:
 
 
 def _placements(count: int, relation: str | None, rng: np.random.Generator) -> list[tuple[float, float, float]]:
-    """Return centre and radius of every object; the second has the relation to the first."""
     while True:
         placed: list[tuple[float, float, float]] = []
         for _ in range(count):

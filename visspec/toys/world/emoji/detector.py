@@ -271,7 +271,6 @@ class EmojiDetector(WorldDetector):
         return tuple(sorted(out, key=lambda seen: -seen.score))
 
     def _fitted(self, pixels: torch.Tensor, places: Places, at: int, noise: float) -> DetectedEmoji:
-        """Return the picture that explains a place best, fitted from the best RIVALS around it in the first step."""
         x, y, side = (float(v[at]) for v in (places.x, places.y, places.side))
         index = _around(places, at).nonzero()[:, 0]
         found, places_of = [], []
