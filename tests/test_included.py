@@ -42,6 +42,7 @@ def test_presets_use_included_drafters(name, preset, expected):
 def test_the_default_drafter_is_the_included_one_of_its_kind():
     assert registry.included_drafter(model("captioner")) == "vispec"
     assert registry.included_drafter(model("captioner-emoji")) == "vispec-emoji"
+    assert registry.included_drafter(model("captioner-smollm2")) == "vispec-smollm2"
     assert registry.included_drafter(model("captioner"), "image-eagle") is None is registry.included_drafter(object())
 
 

@@ -25,6 +25,7 @@ DRAFTERS = {
     "smollm2-context": IncludedModel("what SmolLM2-135M-Instruct ranks after each id", "context"),
     "vispec": IncludedModel("a drafter of its captions", "eagle", "captioner"),
     "vispec-emoji": IncludedModel("a drafter of its captions", "eagle", "captioner-emoji"),
+    "vispec-smollm2": IncludedModel("a drafter of its captions", "eagle", "captioner-smollm2"),
     "painter-eagle": IncludedModel("a drafter of its codes", "image-eagle", "painter"),
     "painter-emoji-eagle": IncludedModel("a drafter of its codes", "image-eagle", "painter-emoji"),
     "painter-distilled": IncludedModel("a drafter of all its codes", "distilled", "painter"),
