@@ -145,7 +145,7 @@ def check_ids(name: str, ids: Tensor, count: int) -> None:
 
 
 def in_range(ids: np.ndarray, count: int) -> bool:
-    """Whether all ids of an array are in [0, count), in one pass: as unsigned numbers, negative ids are huge."""
+    """Return whether all ids of an array are in [0, count), in one pass: as unsigned numbers, negative ids are huge."""
     return np.maximum.reduce(ids.view(UNSIGNED[ids.dtype.itemsize]), axis=None, initial=0) < count
 
 

@@ -98,7 +98,7 @@ class SlotCache:
 
     @property
     def apart(self) -> bool:
-        """Whether rows are addressed by slot."""
+        """Return whether rows are addressed by slot."""
         return not self.uniform or (self.steady and len(self.lengths) > 1)
 
     def open(self, nodes: int, device: torch.device | str) -> int:

@@ -610,7 +610,7 @@ class RuleTraits:
 
     @property
     def keeps_tokens(self) -> bool:
-        """Whether the tokens of a given seed do not depend on drafts."""
+        """Return whether the tokens of a given seed do not depend on drafts."""
         return self.guarantee == "exact" and not self.judges_draws
 
 

@@ -32,7 +32,7 @@ class ModuleHooks:
 
     @property
     def calling(self) -> bool:
-        """Whether the current call comes from the thread that opened the context."""
+        """Return whether the current call comes from the thread that opened the context."""
         return threading.get_ident() == self.caller
 
     def _put_up(self) -> list[RemovableHandle]:

@@ -122,7 +122,7 @@ class IncrementalMask:
         self.bias, self.lengths, self.nodes = bias, lengths, nodes
 
     def fits(self, slots: SlotCache, tree: Tree, groups: int, extent: int) -> bool:
-        """Whether the next pass can be written over the last one's slots."""
+        """Return whether the next pass can be written over the last one's slots."""
         rows, _, most, room = self.bias.shape
         growth = [new - old for new, old in zip(slots.lengths, self.lengths)]
         return (

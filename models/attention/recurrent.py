@@ -231,7 +231,7 @@ class ShortChunks(ModuleHooks):
 
 @functools.cache
 def _takes_chunk_size(forward: Callable) -> bool:
-    """Whether a module passes its keyword arguments on to torch's gated delta rule."""
+    """Return whether a module passes its keyword arguments on to torch's gated delta rule."""
     rule = inspect.unwrap(forward).__globals__.get("torch_chunk_gated_delta_rule")
     return rule is not None and "chunk_size" in inspect.signature(rule).parameters
 
@@ -270,7 +270,7 @@ class PathRows(ModuleHooks):
 
     @property
     def ends_kept(self) -> bool:
-        """Whether the states at the ends of all paths take at most `MOST_BYTES`."""
+        """Return whether the states at the ends of all paths take at most `MOST_BYTES`."""
         return self._bytes <= MOST_BYTES
 
     def _put_up(self) -> list[RemovableHandle]:
@@ -325,7 +325,7 @@ class PathRows(ModuleHooks):
 
 
 def _records_windows(layer: Any) -> bool:
-    """Whether the states of a layer are only windows of a convolution, and the layer can keep all of a pass."""
+    """Return whether the states of a layer are only windows of a convolution, and the layer can keep all of a pass."""
     return hasattr(layer, "record_past") and all(state is None for state in layer.recurrent_states.values())
 
 

@@ -208,7 +208,7 @@ def _writes_states(kind: type[nn.Module]) -> bool:
 
 
 def restarts(model: GenerationMixin, cached: int, length: int) -> bool:
-    """Whether input preparation drops a cache of `cached` tokens at `length` ids."""
+    """Return whether input preparation drops a cache of `cached` tokens at `length` ids."""
     cache = SlotLayers(1)
     cache.slots.lengths = [cached]
     ids = torch.zeros(1, 1, dtype=torch.long).expand(1, length)

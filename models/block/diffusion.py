@@ -27,7 +27,7 @@ from visspec.types import MAX_NODES, Draft, DrafterTraits, Scores, State
 
 
 def denoises(network: nn.Module) -> bool:
-    """Whether a loaded model predicts masked tokens, judged by its class or a mask id in its configuration."""
+    """Return whether a loaded model predicts masked tokens, judged by its class or a mask id in its configuration."""
     named = getattr(getattr(network, "config", None), "mask_token_id", None)
     return type(network).__name__.endswith("ForMaskedLM") or named is not None
 

@@ -68,7 +68,7 @@ class LayerSubset:
         raise ValueError(f"drafter: got {type(self.model).__name__}, expected a decoder with a list of {count} layers")
 
     def _gives_tuples(self, layer: nn.Module) -> bool:
-        """Whether layers return tuples, observed in a pass over one id."""
+        """Return whether layers return tuples, observed in a pass over one id."""
         seen: list[bool] = []
         with HOOKING:
             hook = layer.register_forward_hook(lambda module, args, output: seen.append(isinstance(output, tuple)))

@@ -189,7 +189,7 @@ def reflect(values: Tensor) -> Tensor:
 
 
 def alike(target: HFDecoder, found_RPV: Tensor, expected_RPV: Tensor) -> bool:
-    """Whether distributions are equal up to rounding."""
+    """Return whether distributions are equal up to rounding."""
     exact = _exact(target.model)
     limit = EXACT if exact and target.rounding <= EXACT else COARSE
     return _difference(found_RPV.float(), expected_RPV.float(), exact)[0] <= limit
@@ -206,15 +206,16 @@ def _probe(target: HFDecoder) -> ProbeResult:
                 return ProbeResult(_unlike(name, error))
         # try other references only if the first differs: models whose prompt is bidirectional are causal only stepwise
         # a trained model amplifies half precision's rounding at some made-up values, so others are drawn
-        once, one_by_one = (len(PATH),), (1,) * len(PATH)
+        once, one_by_one, trees_RPV = (len(PATH),), (1,) * len(PATH), dict[int, Tensor]()
         for widths, padding in ((once, True), (one_by_one, True), (one_by_one, False)):
             for draw in range(1 if exact else DRAWS):
-                tree_RPV = _in_a_draft(target, draw=draw)
+                if draw not in trees_RPV:
+                    trees_RPV[draw] = _in_a_draft(target, draw=draw)
                 if padding:
                     path_RPV = _padded_passes(target, widths, draw)
                 else:
                     path_RPV = torch.cat([_alone(target, row, widths, draw) for row in range(2)])
-                error, limit = _difference(tree_RPV, path_RPV, exact)
+                error, limit = _difference(trees_RPV[draw], path_RPV, exact)
                 if error <= limit:
                     return ProbeResult(padding=padding, error=error)
     except (MemoryError, torch.OutOfMemoryError):
@@ -235,7 +236,7 @@ def _unlike(name: str, error: float) -> str:
 
 
 def _exact(model: PreTrainedModel) -> bool:
-    """Whether the model computes in float32 or better, judged by its dtype."""
+    """Return whether the model computes in float32 or better, judged by its dtype."""
     return model.dtype in FULL_PRECISION and not getattr(model, "is_quantized", False)
 
 

@@ -29,7 +29,7 @@ LEVELS = 5  # if the assistant's generation configuration has no number
 
 
 def shares_cache(spec: nn.Module) -> bool:
-    """Whether a model reads another model's keys and values."""
+    """Return whether a model reads another model's keys and values."""
     named = "shared_kv_states" in inspect.signature(spec.forward).parameters
     return named and hasattr(getattr(spec, "config", None), "backbone_hidden_size")
 

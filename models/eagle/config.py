@@ -103,14 +103,14 @@ class EagleConfig(DrafterConfig):
 
     @property
     def foldable(self) -> bool:
-        """Whether `layer.FoldedLayer` can run the network: each matrix follows a norm, each query has a key."""
+        """Return whether `layer.FoldedLayer` can run the network: each matrix follows a norm, each query has a key."""
         normed = self.norm_embedding and self.norm_input and self.norm_output and self.fc_bias
         plain = not (self.qkv_bias or self.qk_norm or self.qk_layer_norm) and self.partial_rotary_factor == 1
         return normed and plain and self.heads == self.kv_heads
 
     @property
     def reduced(self) -> bool:
-        """Whether target features pass through `EagleHead.reduced` before the layer reads them."""
+        """Return whether target features pass through `EagleHead.reduced` before the layer reads them."""
         return self.fusion != "sum" or self.images == "blind"
 
     @property

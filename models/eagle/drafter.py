@@ -172,7 +172,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
             self.recorder = GraphedDrafter(self)
 
     def _chains(self) -> bool:
-        """Whether it drafts chains with one call of the network per level."""
+        """Return whether it drafts chains with one call of the network per level."""
         return self.width == 1 and self.config.block == 1
 
     def refresh(self) -> None:

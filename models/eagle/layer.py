@@ -257,7 +257,7 @@ class DraftLayer(nn.Module):
         return head_logits(self.lm_head, read, self.dtype)
 
     def packed(self) -> bool:
-        """Whether the head has quantized weights, which only the head itself can read."""
+        """Return whether the head has quantized weights, which only the head itself can read."""
         weights = [*self.lm_head.parameters()]
         return not weights or not all(weight.is_floating_point() for weight in weights)
 

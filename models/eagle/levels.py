@@ -170,7 +170,7 @@ class CompiledDrafter(DraftCalls, CompiledFunctions):
             self.refuse("a quantized LM head")
 
     def fits(self, state: State, more: int) -> bool:
-        """Whether the next draft of a request uses the compiled graphs, which the first long request builds."""
+        """Return whether the next draft of a request uses the compiled graphs, which the first long request builds."""
         several = len(state.rows) > 1
         return maximal(state) and self.serve(several, state, lambda: self._warm_up(several, state))
 
@@ -197,7 +197,7 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
         self.fixed = not self.layer.packed()
 
     def fits(self, state: State, more: int) -> bool:
-        """Whether the next draft of a request, of `more` elements, uses CUDA graphs."""
+        """Return whether the next draft of a request, of `more` elements, uses CUDA graphs."""
         memory: FeatureMemory = state.memory
         room = self.bucket(memory.end + more)
         device = memory.kv.device
@@ -276,7 +276,7 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
 
 
 def maximal(state: State) -> bool:
-    """Whether a request's drafted ids are argmaxes of logits, plus the position's own noise if there is any."""
+    """Return whether a request's drafted ids are argmaxes of logits, plus the position's own noise if there is any."""
     sampling = state.request.sampling
     if state.noise is not None and state.noise.samples:
         return False

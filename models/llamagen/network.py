@@ -232,7 +232,7 @@ class LlamaGen(Network):
 
     @property
     def guided(self) -> bool:
-        """Whether the model has an unconditional embedding, which guidance needs."""
+        """Return whether the model has an unconditional embedding, which guidance needs."""
         return self.config.condition != "class" or self.config.null_class
 
     def embed(self, tokens: Tensor) -> Tensor:

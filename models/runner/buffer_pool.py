@@ -87,7 +87,7 @@ class GraphBufferPool(Recordings):
         return next((size for size in self.buckets if size >= slots), None)
 
     def due(self, request: Request) -> bool:
-        """Whether calls are recorded for a request."""
+        """Return whether calls are recorded for a request."""
         return not self.refused and request.max_new_tokens >= MIN_NEW_TOKENS
 
     def refuse(self, why: str) -> None:

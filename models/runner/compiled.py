@@ -58,7 +58,7 @@ class CompiledFunctions:
         return torch.compile(function, **options)
 
     def serve(self, several: bool, state: State, warm_up: Callable[[], None]) -> bool:
-        """Whether there are graphs for this number of rows. A long request builds them."""
+        """Return whether there are graphs for this number of rows. A long request builds them."""
         if self._due(several, state):
             with COMPILING:
                 if self._due(several, state):

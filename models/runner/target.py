@@ -20,7 +20,7 @@ class RunningTarget(Target):
     recorder: GraphedForward | None = None
 
     def lean(self, request: Request) -> bool:
-        """Whether the prompt's keys and values will move into buffers of a recording."""
+        """Return whether the prompt's keys and values will move into buffers of a recording."""
         return self.recorder is not None and self.recorder.due(request)
 
     def open(self, slots: SlotCache) -> None:

@@ -117,7 +117,7 @@ class PassWidths:
         return all(self._compare((*each, nodes), (*each, REFERENCE), _attention) for each in sizes)
 
     def _splits(self, extent: int) -> bool:
-        """Whether sums over keys are split like those of the next whole block."""
+        """Return whether sums over keys are split like those of the next whole block."""
         seen, whole = extent - REFERENCE, (extent // BLOCK + 1) * BLOCK
         return all(
             self._compare((*heads, seen, extent, REFERENCE), (*heads, seen, whole, REFERENCE), _attention)
@@ -125,7 +125,7 @@ class PassWidths:
         )
 
     def _compare(self, of: tuple[int, ...], same: tuple[int, ...], function: Callable[..., Tensor]) -> bool:
-        """Whether two sizes give the same result; the last entry of each is a number of rows."""
+        """Return whether two sizes give the same result; the last entry of each is a number of rows."""
         where = function, self.dtype, str(self.device), torch.get_num_threads()
         if of == same:
             return True

@@ -45,7 +45,7 @@ class CacheBudget:
             raise ValueError(f"budget: got {actual}, expected {depth} layers of {len(scales) - 1}, all but the last")
 
     def whole(self, scales: ScaleSizes) -> bool:
-        """Whether no token is ever dropped."""
+        """Return whether no token is ever dropped."""
         return all(row == scales.begins[1:-1] for row in self.tokens)
 
     @classmethod

@@ -121,7 +121,7 @@ class ScaleImages(Family):
 
     @property
     def plain(self) -> bool:
-        """Whether the target has the model's own distribution."""
+        """Return whether the target has the model's own distribution."""
         return self.refiner is None and self.budget is None
 
     def layout(self, height: int | None = None, width: int | None = None) -> ScaleLayout:

@@ -39,7 +39,7 @@ class Rejection(Acceptance[AcceptanceNoise]):
 
     @property
     def lazy(self) -> bool:
-        """Whether the rule only needs the distributions of reached nodes."""
+        """Return whether the rule only needs the distributions of reached nodes."""
         return type(self) is Rejection
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> AcceptanceNoise:

@@ -342,7 +342,7 @@ class ImagePipeline:
         return ImageJob(request, sampling, layout, family, setup, batches)
 
     def _by_itself(self, rule: Acceptance) -> bool:
-        """Whether images are drawn one at a time: where batches may differ, and drafts change what is drawn."""
+        """Return whether images are drawn one at a time: where batches may differ, and drafts change what is drawn."""
         return self.batch_invariant and (self.family.draws == "maps" or not rule.traits.keeps_tokens)
 
     def sampling(self, guidance_scale, temperature, top_k, top_p) -> Sampling:

@@ -55,7 +55,7 @@ class DenoisingSteps:
 
     @property
     def fixed(self) -> bool:
-        """Whether deviations only depend on the step."""
+        """Return whether deviations only depend on the step."""
         return self.low is self.high
 
     @cached_property

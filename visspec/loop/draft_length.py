@@ -276,7 +276,7 @@ class AdaptiveLength(DraftLengthPolicy):
         return trace.requested
 
     def _rests(self, costs: Costs) -> bool:
-        """Whether nothing is drafted in this round, whatever it promises."""
+        """Return whether nothing is drafted in this round, whatever it promises."""
         if costs.resting > 0:
             costs.resting -= 1
             return True
