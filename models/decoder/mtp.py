@@ -29,7 +29,7 @@ from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.target import LAST
 from visspec.models.drafting.memory import PendingInputs, accepted_nodes, next_tokens, prompt_first
 from visspec.models.drafting.static_tree import MOST_CHILDREN
-from visspec.models.drafting.structure import Chain, StructuredDrafter, ranking
+from visspec.models.drafting.structure import Chain, StructuredDrafter, ranking, see_ancestors
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
 ATTENDING = {"full_attention", "sliding_attention"}
@@ -167,9 +167,7 @@ class MultiToken(StructuredDrafter):
             token_BW, parent_BW = tree_builder.grow(ranking(logits_BWV, state, level))
             if level + 1 == depth:
                 break
-            rows, width = token_BW.shape
-            own = torch.eye(width, dtype=torch.bool, device=token_BW.device).expand(rows, width, width)
-            seen_BWM = own if seen_BWM is None else torch.cat([gather_rows(seen_BWM, parent_BW), own], dim=2)
+            seen_BWM = see_ancestors(seen_BWM, parent_BW)
             ahead_BWd = self.heads.embed_tokens(token_BW).to(above_BWd)
             above_BWd = self._level(memory, level, ahead_BWd, gather_rows(above_BWd, parent_BW), seen_BWM)
         state.calls["draft_pass"] += depth

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from visspec import tree as trees
+from visspec.cache import gather_rows
 from visspec.distributions import Categorical
 from visspec.models.drafting import static_tree as feature_tree
 from visspec.sampling import sample_distribution, warp
@@ -153,6 +154,16 @@ class StructuredDrafter(Drafter):
     def levels(self, state: State, depth: int) -> int:
         """Return how many of `depth` levels to draft: at most the depth of a static tree."""
         return min(depth, len(self.paths[-1])) if self.paths else depth
+
+
+def see_ancestors(seen_BWM: Tensor | None, parent_BW: Tensor) -> Tensor:
+    """Return which nodes of a tree those of its next level see: their ancestors and themselves, (B, W, M).
+
+    seen_BWM: the same of the level above, or None for the first level. parent_BW: parents in the level above.
+    """
+    rows, width = parent_BW.shape
+    own_BWW = torch.eye(width, dtype=torch.bool, device=parent_BW.device).expand(rows, width, width)
+    return own_BWW if seen_BWM is None else torch.cat([gather_rows(seen_BWM, parent_BW), own_BWW], dim=2)
 
 
 def ranking(logits_BWV: Tensor, state: State, level: int) -> Tensor:

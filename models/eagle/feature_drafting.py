@@ -22,7 +22,7 @@ from visspec.models.drafting import checkpoint
 from visspec.models.drafting.checkpoint import TargetT
 from visspec.models.drafting.memory import accepted_nodes, next_tokens
 from visspec.models.drafting.static_tree import MOST_CHILDREN
-from visspec.models.drafting.structure import Chain, StructuredDrafter, ranking
+from visspec.models.drafting.structure import Chain, StructuredDrafter, ranking, see_ancestors
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead, turns, turns_at
@@ -252,8 +252,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             carried = layouts.pick(feature_BWd, parent_BW)
             entered_BW = self._each(self._level_inputs(token_BW, state, level), memory)
             bias, rope = memory.context_bias(1, level), memory.rope(memory.table, 1, level)
-            eye = torch.eye(width, dtype=torch.bool, device=carried.device).expand(rows, width, width)
-            seen = eye if seen is None else torch.cat([layouts.pick(seen, parent_BW), eye], dim=2)
+            seen = see_ancestors(seen, parent_BW.to(carried.device))
             x_Nd, query_BWHE = self.layer.read(memory, entered_BW, carried, bias, rope, seen.shape[2] - width)
             attend = partial(memory.attend_tree, seen_BWM=seen)
             feature_BWd = self.layer.after_attention(x_Nd, query_BWHE.flatten(0, 1), attend).view(rows, width, -1)
