@@ -80,7 +80,7 @@ class ImagePipeline:
             precedence.
         debug: As in `visspec.accelerate`.
         batch_invariant: As in `visspec.accelerate`, in raster order. With vectors, maps or relaxed rules, images are
-            drawn one at a time.
+            drawn one at a time; maps take drafts in float32 only.
 
     Raises:
         ValueError: If the parts are incompatible.
@@ -389,6 +389,11 @@ class ImagePipeline:
         )
         if self.batch_invariant and not setup.order.raster:
             raise ValueError(f"batch_invariant: got the order {setup.order.name}, expected raster.")
+        half = self.model.dtype in (torch.bfloat16, torch.float16)
+        if self.batch_invariant and half and self.family.draws == "maps" and setup.drafter is not None:
+            raise ValueError(
+                f"batch_invariant: got drafts of whole maps in {self.model.dtype}, which change codes. Pass drafter=None."
+            )
         return setup
 
     def _drafter(self, spec) -> tuple[Any, str]:
