@@ -257,7 +257,7 @@ def test_pictures_of_maps():
     pipe = painter("painter-var", batch_invariant=True)
     alone = [pictures(pipe, [text], [seed])[0] for seed, text in enumerate(texts)]
     assert pictures(pipe, texts, [0, 1, 2]) == alone
-    with one_sentence("batch_invariant: got drafts of whole maps in torch.bfloat16, which change codes"):
+    with one_sentence("batch_invariant: got drafts of maps in torch.bfloat16, which change codes"):
         pictures(pipe, texts, [0, 1, 2], "var")
 
 

@@ -392,7 +392,7 @@ class ImagePipeline:
         half = self.model.dtype in (torch.bfloat16, torch.float16)
         if self.batch_invariant and half and self.family.draws == "maps" and setup.drafter is not None:
             raise ValueError(
-                f"batch_invariant: got drafts of whole maps in {self.model.dtype}, which change codes. Pass drafter=None."
+                f"batch_invariant: got drafts of maps in {self.model.dtype}, which change codes. Pass drafter=None."
             )
         return setup
 
