@@ -18,8 +18,6 @@ from diffusers import ConfigMixin
 from diffusers.models.autoencoders.vq_model import VQModel
 from torch import Tensor
 
-CODEC = "codec"  # subfolder of a transformers model's folder
-
 
 @dataclass(frozen=True)
 class VQShape:
