@@ -20,7 +20,6 @@ from tqdm import tqdm
 
 from visspec import registry
 from visspec.api import saving
-from visspec.api.images import call as image_call
 from visspec.api.images.call import ORIGINS as ORIGINS
 from visspec.api.images.call import (
     ImageBatch,
@@ -32,6 +31,7 @@ from visspec.api.images.call import (
     origin_map,
     pass_numbers,
 )
+from visspec.api.images.pipeline import call as image_call
 from visspec.api.loading import load_diffusers, load_image_model
 from visspec.api.text import requests
 from visspec.api.text.accelerate import check_eager, own_rule
@@ -82,7 +82,7 @@ class ImagePipeline:
             precedence.
         debug: As in `visspec.accelerate`.
         batch_invariant: As in `visspec.accelerate`, in raster order. With vectors, maps or relaxed rules, images are
-            drawn one at a time.
+            drawn one at a time; maps take drafts in float32 only.
 
     Raises:
         ValueError: If the parts are incompatible.
@@ -391,6 +391,11 @@ class ImagePipeline:
         )
         if self.batch_invariant and not setup.order.raster:
             raise ValueError(f"batch_invariant: got the order {setup.order.name}, expected raster.")
+        half = self.model.dtype in (torch.bfloat16, torch.float16)
+        if self.batch_invariant and half and self.family.draws == "maps" and setup.drafter is not None:
+            raise ValueError(
+                f"batch_invariant: got drafts of maps in {self.model.dtype}, which change codes. Pass drafter=None."
+            )
         return setup
 
     def _drafter(self, spec) -> tuple[Any, str]:
