@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from visspec import registry
 from visspec.api import saving
+from visspec.api.images import call as image_call
 from visspec.api.images.call import ORIGINS as ORIGINS
 from visspec.api.images.call import (
     ImageBatch,
@@ -31,7 +32,6 @@ from visspec.api.images.call import (
     origin_map,
     pass_numbers,
 )
-from visspec.api.images.pipeline import call as image_call
 from visspec.api.loading import load_diffusers, load_image_model
 from visspec.api.text import requests
 from visspec.api.text.accelerate import check_eager, own_rule
