@@ -15,7 +15,7 @@ from tests import tiny_images as tiny
 from tests.doubles import drafted, one_sentence
 from tests.image_cases import CASES, TEXTS, Case, draw, expected, llamagen_model, made, named
 from visspec import tree as trees
-from visspec.api.images import ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
 from visspec.cli import bench_image
 from visspec.models.codecs.vqgan import ImageCodec, VQModel
 from visspec.models.image_codes.families import family_of
