@@ -12,11 +12,11 @@ import transformers
 from PIL import Image
 
 from tests.doubles import one_sentence
-from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, Captions, prepare
-from visspec.api.images import ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
 from visspec.api.loading import load, load_image_model
 from visspec.api.sources import Record
+from visspec.api.text.accelerate import accelerate
 from visspec.cli import demo
 from visspec.eval.metrics.detection import DetectedColours
 from visspec.eval.metrics.geneval import judge_image

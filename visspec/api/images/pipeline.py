@@ -19,10 +19,10 @@ from torch import nn
 from tqdm import tqdm
 
 from visspec import registry
-from visspec.api import image_call, requests, saving
-from visspec.api.accelerate import check_eager, own_rule
-from visspec.api.image_call import ORIGINS as ORIGINS
-from visspec.api.image_call import (
+from visspec.api import saving
+from visspec.api.images import call as image_call
+from visspec.api.images.call import ORIGINS as ORIGINS
+from visspec.api.images.call import (
     ImageBatch,
     ImageJob,
     ImageOutput,
@@ -33,6 +33,8 @@ from visspec.api.image_call import (
     pass_numbers,
 )
 from visspec.api.loading import load_diffusers, load_image_model
+from visspec.api.text import requests
+from visspec.api.text.accelerate import check_eager, own_rule
 from visspec.io import included
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import DecodingSetup, build_setup
