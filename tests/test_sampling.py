@@ -13,7 +13,7 @@ from tests.doubles import NEW, Hostile, Oracle, TreeOracle, drafted, fast, new_t
 from tests.tiny import EOS, VOCAB, model_of, prompt, shapes
 from visspec import ranking
 from visspec import tree as trees
-from visspec.api.processors import at_any_prefix
+from visspec.api.text.processors import at_any_prefix
 from visspec.distributions import draw, residual
 from visspec.sampling import Gumbel, Uniform, process, warp
 from visspec.types import NodeProcessor, Request, Sampling
