@@ -45,7 +45,7 @@ class DiffusionConfig(checkpoint.DrafterConfig):
         check_whole("mask", self.mask, 0, self.vocab - 1)
         check_whole("block", self.block, 1, MAX_NODES - 1)
         if self.hidden % (2 * self.heads):
-            raise ValueError(f"heads: got {self.heads}, expected a divisor of half of the hidden size {self.hidden}")
+            raise ValueError(f"heads: got {self.heads}, expected a divisor of half of the hidden size {self.hidden}.")
 
     @property
     def levels(self) -> int:

@@ -78,7 +78,7 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
     def __init__(self, head: DistilledHead, target: nn.Module | Family, *, levels: int | None = None, refine: int = 6):
         for name, value in (("levels", levels), ("refine", refine)):
             if value is not None and value < 1:
-                raise ValueError(f"{name}: got {value}, expected at least 1")
+                raise ValueError(f"{name}: got {value}, expected at least 1.")
         family = self.subject(target)
         self.check_target(head.config, family)
         self.head, self.config, self.refine, self.warned = head, head.config, refine, False

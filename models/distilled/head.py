@@ -52,7 +52,7 @@ class DistilledConfig(DrafterConfig):
         check_whole("layers", self.layers, 1, MOST_LAYERS)
         check_whole("levels", self.levels, 1, MAX_NODES - 1)
         if self.hidden % (2 * self.heads):
-            raise ValueError(f"heads: got {self.heads}, expected an even share of the hidden size {self.hidden}")
+            raise ValueError(f"heads: got {self.heads}, expected an even share of the hidden size {self.hidden}.")
 
     @property
     def positions(self) -> int:

@@ -61,7 +61,7 @@ class DrafterConfig:
         known = isinstance(self.structure, dict) and self.structure.keys() <= {"width", "nodes", "tree"}
         if not known or "." in str(self.structure.get("tree")):  # a file name would point outside the folder
             shown = shorten(self.structure)
-            raise ValueError(f"structure: got {shown}, expected tree=chain, or a tree such as width=4,nodes=16")
+            raise ValueError(f"structure: got {shown}, expected tree=chain, or a tree such as width=4,nodes=16.")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, list):  # from JSON
@@ -69,12 +69,12 @@ class DrafterConfig:
             if field.type in ("float", float):
                 check_positive(field.name, value)
             elif field.type in ("bool", bool) and not isinstance(value, bool):
-                raise ValueError(f"{field.name}: got {shorten(value)}, expected true or false")
+                raise ValueError(f"{field.name}: got {shorten(value)}, expected true or false.")
 
     def check_layers(self, low: int, high: int) -> None:
         """Raise ValueError unless `feature_layers` lists at least one number, all from low to high."""
         if not check_wholes("feature_layers", vars(self)["feature_layers"], low, high):
-            raise ValueError("feature_layers: got (), expected at least one layer")
+            raise ValueError("feature_layers: got (), expected at least one layer.")
 
     def to_dict(self) -> dict[str, Any]:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
@@ -167,13 +167,13 @@ def read_config(folder: str | Path, kind: type[Any]) -> Any:
     """Read a network's `kind.config_class`. Raises ValueError for unknown, missing and mistyped entries."""
     data = read_json(check_folder(folder), CONFIG)
     if data.pop("kind", None) != kind.kind:
-        raise ValueError(f"drafter: {folder} has a {CONFIG} of another kind, expected kind {kind.kind!r}")
+        raise ValueError(f"drafter: {folder} has a {CONFIG} of another kind, expected kind {kind.kind!r}.")
     fields = {f.name: f for f in dataclasses.fields(kind.config_class)}
     required = {n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING}
     unknown, missing = sorted(set(data) - set(fields)), sorted(required - set(data))
     if unknown or missing:
         problem = f"the unknown entry {shorten(unknown[0])}" if unknown else f"no entry {missing[0]!r}"
-        raise ValueError(f"drafter: {CONFIG} of {folder} has {problem}, expected {kind.config_class.__name__}")
+        raise ValueError(f"drafter: {CONFIG} of {folder} has {problem}, expected {kind.config_class.__name__}.")
     with sentence_of(folder):
         return kind.config_class(**data)
 
@@ -220,4 +220,4 @@ def check_target(config: object, **found: object) -> None:
     for key, value in found.items():
         if (expected := getattr(config, key)) != value:
             name = NAMES.get(key, key)
-            raise ValueError(f"drafter: made for a target of {name} {shorten(expected)}, got a model of {value!r}")
+            raise ValueError(f"drafter: made for a target of {name} {shorten(expected)}, got a model of {value!r}.")

@@ -99,9 +99,9 @@ class StructuredDrafter(Drafter):
 
     def _grow(self, tree: str) -> None:
         if not self.nodes:
-            raise ValueError(f"tree: got {tree!r} for {type(self).__name__}, expected a drafter that builds trees")
+            raise ValueError(f"tree: got {tree!r} for {type(self).__name__}, expected a drafter that builds trees.")
         if tree == "dynamic" and self.width == 1:
-            raise ValueError("tree: got 'dynamic' with width 1, expected a width of 2 or more")
+            raise ValueError("tree: got 'dynamic' with width 1, expected a width of 2 or more.")
         self.paths = ()
         if tree == "chain":
             self.width = 1
@@ -144,7 +144,7 @@ class StructuredDrafter(Drafter):
         Raises ValueError for rules that judge draws.
         """
         if state.noise is not None and state.noise.samples:
-            raise ValueError("acceptance: got a rule that judges draws, expected point masses for a block's tree")
+            raise ValueError("acceptance: got a rule that judges draws, expected point masses for a block's tree.")
         tree_builder, token_BW = self.tree_builder(state, logits_BKV.shape[1]), state.pending[:, None]
         for level in range(logits_BKV.shape[1]):
             logits_BWV = logits_BKV[:, level : level + 1] if below is None else below(level, token_BW)
@@ -182,4 +182,4 @@ def static(tree: str) -> feature_tree.Paths:
         return feature_tree.EAGLE
     if all(part.isascii() and part.isdigit() for part in tree.split("-")):
         return feature_tree.spread(feature_tree.parse(tree))
-    raise ValueError(f"tree: got {tree!r}, expected one of {', '.join(TREES)}, or counts like '4-8-8'")
+    raise ValueError(f"tree: got {tree!r}, expected one of {', '.join(TREES)}, or counts like '4-8-8'.")

@@ -99,7 +99,7 @@ def published(weights: Path, vq: Path, size: int = 1024) -> InfinityImageModel:
     """Build an Infinity with its autoencoder from published files. size: side of its square images, in pixels."""
     pixels = {16 * GRIDS[1.0][count - 1][0]: name for name, count in COUNTS.items()}
     if size not in pixels:
-        raise ValueError(f"size: got {size}, expected a side in pixels, {', '.join(map(str, pixels))}")
+        raise ValueError(f"size: got {size}, expected a side in pixels, {', '.join(map(str, pixels))}.")
     net, bits = load_infinity(weights, schedule(1.0, pixels[size])), load_infinity_vae(vq).shape.bits
     codec = load_infinity_vae(vq, patch=math.isqrt(net.config.code_size // bits))
     network = {name: value for name, value in vars(net.config).items() if name != "scales"}

@@ -78,7 +78,7 @@ class LlamaGenImages(Family):
         features, real = left_padded(*self.processor([" ".join(text.lower().split()) for text in texts]))
         missing = self.model.config.prefix - features.shape[1]
         if missing < 0:
-            raise ValueError(f"{name}: got {features.shape[1]} words, expected at most {self.model.config.prefix}")
+            raise ValueError(f"{name}: got {features.shape[1]} words, expected at most {self.model.config.prefix}.")
         return F.pad(features, (0, 0, missing, 0)), F.pad(real, (missing, 0))
 
     def from_condition(
