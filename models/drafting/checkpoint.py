@@ -93,12 +93,20 @@ class NetworkDrafter(Generic[TargetT]):
 
     @classmethod
     def subject(cls, target: TargetT) -> TargetT:
-        """Convert the target to the object that the drafter works with."""
+        """Convert the target to the object that the drafter works with.
+
+        Args:
+            target: A transformers model or an image family.
+        """
         return target
 
     @classmethod
     def sizes(cls, target: TargetT) -> dict[str, Any]:
-        """Return the configuration fields that must match the target's."""
+        """Return the configuration fields that must match the target's.
+
+        Args:
+            target: The target.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -113,39 +121,71 @@ class NetworkDrafter(Generic[TargetT]):
 
     @classmethod
     def config_for(cls, target: TargetT, **options: object) -> Any:
-        """Build the configuration of a new network for a target. `options` are its fields."""
+        """Build the configuration of a new network for a target.
+
+        Args:
+            target: The target.
+            options: Fields of the configuration.
+        """
         known = {**cls.sizes(target), **cls.defaults(target, options)}
         return cls.head_class.config_class(**{**known, **options})
 
     @classmethod
     def check_target(cls, config: object, target: TargetT) -> None:
-        """Raise ValueError if the network was made for another target."""
+        """Raise ValueError if the network was made for another target.
+
+        Args:
+            config: The network's configuration.
+            target: The target.
+        """
         check_target(config, **cls.sizes(target))
 
     @classmethod
     def for_model(cls, target: TargetT, *, seed: int = 0, **options: object) -> Self:
-        """Create an untrained drafter for a target. `options` are fields of the configuration."""
+        """Create an untrained drafter for a target.
+
+        Args:
+            target: The target.
+            seed: Seed of the initial weights.
+            options: Fields of the configuration.
+        """
         target = cls.subject(target)
         torch.manual_seed(seed)
         return cls.around(cls.head_class(cls.config_for(target, **options)), target)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: TargetT, **options: Any) -> Self:
-        """Load one of our checkpoint folders for its target, strictly. `options` are those of the constructor."""
+        """Load one of our checkpoint folders for its target, strictly.
+
+        Args:
+            folder: A folder or hub id.
+            target: The target.
+            options: Arguments of the constructor.
+        """
         target = cls.subject(target)
         head = read(folder, cls.head_class, lambda config: cls.check_target(config, target))
         return cls.around(head, target, **options)
 
     @classmethod
     def around(cls, head: Any, target: TargetT, **options: Any) -> Self:
-        """Create a drafter around a network. `options` override the structure in its configuration."""
+        """Create a drafter around a network.
+
+        Args:
+            head: The network.
+            target: The target.
+            options: Options that override the structure in its configuration.
+        """
         structure = {} if {"width", "nodes"} & options.keys() else dict(head.config.structure)
         tree = structure.pop("tree", None)
         drafter: Any = cls(head, target, **structure, **options)  # type: ignore[call-arg]
         return drafter if tree is None else drafter.shaped(tree)
 
     def head_in(self, dtype: torch.dtype) -> Any:
-        """Return the network in a dtype: itself, or a copy."""
+        """Return the network in a dtype: itself, or a copy.
+
+        Args:
+            dtype: The dtype of the copy.
+        """
         same = next(self.head.parameters()).dtype == dtype
         return self.head if same else copy.deepcopy(self.head).to(dtype)
 
@@ -155,11 +195,23 @@ class NetworkDrafter(Generic[TargetT]):
         return None
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
-        """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
+        """Write model.safetensors (stored as `dtype`), config.json and provenance.json.
+
+        Args:
+            folder: Where to write.
+            provenance: What provenance.json holds.
+            dtype: The dtype of the stored weights; None to keep it.
+        """
         write(folder, self.head, provenance, dtype)
 
     def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, private: bool | None = None) -> str:
-        """Upload what `save_pretrained` writes and return the URL."""
+        """Upload what `save_pretrained` writes and return the URL.
+
+        Args:
+            repo_id: "owner/name" on the hub.
+            provenance: What provenance.json holds.
+            private: Whether a new repository is private.
+        """
         return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), private)
 
 
