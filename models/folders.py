@@ -44,8 +44,11 @@ class OwnImageModel(PreTrainedModel):
 
     @classmethod
     def of(cls, entries: dict[str, Any], settings: dict[str, Any], **parts: nn.Module) -> Self:
-        """Build a model from loaded parts, by attribute name. entries: fields of its configuration; settings: of
-        `generation_config`.
+        """Build a model from loaded parts, by attribute name.
+
+        Args:
+            entries: Fields of its configuration.
+            settings: Fields of `generation_config`.
         """
         configuration = cls.config_class
         assert configuration is not None

@@ -134,7 +134,11 @@ class SlotLayers(Cache):
             )
 
     def select(self, keep: list[int], stash: bool = False) -> None:
-        """Drop all rows but these. stash: keep a copy of the contents of dropped rows for `dynamic`."""
+        """Drop all rows but these.
+
+        Args:
+            stash: Whether to keep a copy of the contents of dropped rows for `dynamic`.
+        """
         if stash:
             for b, row in enumerate(self.rows):
                 if b not in keep:

@@ -27,8 +27,11 @@ from visspec.types import MAX_NODES, Prediction, TrainingBatch
 
 @dataclass(frozen=True)
 class DiffusionConfig(checkpoint.DrafterConfig):
-    """Configuration of the network and of its target. mask: the id at places to predict, which gets the network's own
-    vector. block: maximum number of places per pass.
+    """Configuration of the network and of its target.
+
+    Args:
+        mask: The id at places to predict, which gets the network's own vector.
+        block: Maximum number of places per pass.
     """
 
     layers: int

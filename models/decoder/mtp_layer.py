@@ -63,7 +63,12 @@ class MtpLayer(nn.Module):
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
     ) -> Tensor:
-        """Return normed hidden states (B, C, d). positions: (B, C) or (3, B, C) with M-RoPE; mask: (B, 1, C, S)."""
+        """Return normed hidden states (B, C, d).
+
+        Args:
+            positions: (B, C), or (3, B, C) with M-RoPE.
+            mask: (B, 1, C, S).
+        """
         both = self.pre_fc_norm_embedding(inputs_embeds), self.pre_fc_norm_hidden(hidden_BCd)
         x_BCd = self.fc(torch.cat(both, dim=-1))
         rope = self._shared[2](x_BCd, positions)
@@ -96,7 +101,11 @@ def folder_of(model: PreTrainedModel) -> Path | None:
 
 
 def layer_names(names: Iterable[str], layers: int) -> dict[str, str]:
-    """Map the names of this layer's tensors in a model's file to ours. layers: number of the target's layers."""
+    """Map the names of this layer's tensors in a model's file to ours.
+
+    Args:
+        layers: Number of the target's layers.
+    """
     patterns = QWEN, rf"(?:.*\.)?layers\.{layers}\."
     for pattern in patterns:
         names_here = {name: match.string[match.end() :] for name in names if (match := re.match(pattern, name))}

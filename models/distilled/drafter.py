@@ -68,8 +68,11 @@ class DistilledMemory:
 class DistilledDrafter(ImageNetworkDrafter, Drafter):
     """A drafter around a `DistilledHead`, for one image model (or its `Family`).
 
-    levels: places per draft (default: the configuration's); refine: maximum passes of the network per draft. Raises
-    ValueError for other values, or if the network was made for another target.
+    Raises ValueError for other values, or if the network was made for another target.
+
+    Args:
+        levels: Places per draft (default: the configuration's).
+        refine: Maximum passes of the network per draft.
     """
 
     head_class = DistilledHead

@@ -46,10 +46,11 @@ NAMES = {
 class DrafterConfig:
     """Base class of configurations of a network and of the target that it is made for, as stored in config.json.
 
-    structure: default structure of drafts, as options of `StructuredDrafter` and its `tree`.
+    Raises ValueError for numbers and flags with which the network would run but give nonsense. Sizes need no check:
+    the network is built on `meta` first, and its tensors are compared with the file's.
 
-    Raises ValueError for numbers and flags with which the network would run but give nonsense. Sizes need no check: the
-    network is built on `meta` first, and its tensors are compared with the file's.
+    Args:
+        structure: Default structure of drafts, as options of `StructuredDrafter` and its `tree`.
     """
 
     family: str

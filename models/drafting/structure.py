@@ -27,8 +27,9 @@ TREES = ("chain", "dynamic", "opt", "eagle")
 class Chain:
     """Builds a chain level by level, in the form that the request's rule expects.
 
-    confidence: a row's chain ends, from the second level on, where the product of the acceptance rates predicted by a
-    trained head falls below this value. The nodes after it are marked as not real, on the device.
+    Args:
+        confidence: From the second level on, a row's chain ends where the product of the acceptance rates predicted by
+            a trained head falls below this value. The nodes after it are marked as not real, on the device.
     """
 
     def __init__(self, state: State, confidence: float = 0.0):
@@ -86,12 +87,13 @@ class StructuredDrafter(Drafter):
     def shaped(self, tree: str | int = "") -> Self:
         """Set the structure of drafts and return the drafter. Call it before pairing with a target.
 
-        tree: "chain"; "dynamic", grown best-first with the drafter's `width` (EAGLE-2); "opt", the tree of `nodes`
-            nodes that maximizes the expected accepted nodes under its own distributions (OPT-Tree, arXiv 2406.17276);
-            "eagle", EAGLE-1's static tree; node counts per depth, "4-8-8". Default: chains, or "dynamic" for a `width`
-            above 1.
-
         Raises ValueError for anything else.
+
+        Args:
+            tree: "chain"; "dynamic", grown best-first with the drafter's `width` (EAGLE-2); "opt", the tree of `nodes`
+                nodes that maximizes the expected accepted nodes under its own distributions (OPT-Tree, arXiv
+                2406.17276); "eagle", EAGLE-1's static tree; node counts per depth, "4-8-8". Default: chains, or
+                "dynamic" for a `width` above 1.
         """
         if tree != "":
             self._grow(str(tree))
@@ -140,8 +142,10 @@ class StructuredDrafter(Drafter):
     ) -> Draft:
         """Build a tree over a block's distributions, which depend only on the depth (DDTree, arXiv 2604.12989).
 
-        below: returns the logits (B, W, V) below the tokens (B, W) of the previous level, if they depend on these.
         Raises ValueError for rules that judge draws.
+
+        Args:
+            below: Function that returns the logits (B, W, V) below the tokens (B, W) of the previous level, if they depend on these.
         """
         if state.noise is not None and state.noise.samples:
             raise ValueError("acceptance: got a rule that judges draws, expected point masses for a block's tree.")
@@ -159,7 +163,9 @@ class StructuredDrafter(Drafter):
 def see_ancestors(seen_BWM: Tensor | None, parent_BW: Tensor) -> Tensor:
     """Return which nodes of a tree those of its next level see: their ancestors and themselves, (B, W, M).
 
-    seen_BWM: the same of the level above, or None for the first level. parent_BW: parents in the level above.
+    Args:
+        seen_BWM: What this function returned for the level above, or None for the first level.
+        parent_BW: Parents in the level above.
     """
     rows, width = parent_BW.shape
     own_BWW = torch.eye(width, dtype=torch.bool, device=parent_BW.device).expand(rows, width, width)

@@ -26,8 +26,10 @@ PREVIEW = 16  # codes along one side of a square preview
 class GlmImage(Family):
     """`processor` is a `GlmImageProcessor`; its `target_h` and `target_w` are the default size.
 
-    diffusion: decodes codes to pixels; diffusers' `GlmImagePipeline`, or `functools.partial(pipeline,
-    num_inference_steps=30)`. Without it only codes are available. It decodes images one at a time, with their seeds.
+    Args:
+        diffusion: Decodes codes to pixels: diffusers' `GlmImagePipeline`, or `functools.partial(pipeline,
+            num_inference_steps=30)`. Without it only codes are available. It decodes images one at a time, with their
+            seeds.
     """
 
     guided = False

@@ -27,9 +27,11 @@ class LlamaGenImages(Family):
     """Prompts of a class-conditional model are class numbers ("207"), including negative ones. An empty negative prompt
     is the learned "nothing".
 
-    processor: for captions, encodes texts as features (B, P, F) with a mask (B, P), padded on the right like the output
-    of T5's encoder. codec: `visspec.models.codecs.vq_layout.load_llamagen_vq`, or the folder's. settings: a
-    generation_config that replaces the folder's.
+    Args:
+        processor: For captions, encodes texts as features (B, P, F) with a mask (B, P), padded on the right like the
+            output of T5's encoder.
+        codec: `visspec.models.codecs.vq_layout.load_llamagen_vq`, or the folder's.
+        settings: A generation_config that replaces the folder's.
     """
 
     name = "llamagen"
