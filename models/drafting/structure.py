@@ -145,7 +145,8 @@ class StructuredDrafter(Drafter):
         Raises ValueError for rules that judge draws.
 
         Args:
-            below: Function that returns the logits (B, W, V) below the tokens (B, W) of the previous level, if they depend on these.
+            below: Function that returns the logits (B, W, V) below the tokens (B, W) of the previous level, if they
+                depend on these.
         """
         if state.noise is not None and state.noise.samples:
             raise ValueError("acceptance: got a rule that judges draws, expected point masses for a block's tree.")

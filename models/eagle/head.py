@@ -302,7 +302,8 @@ class EagleHead(nn.Module):
         """Run the layer from its queries on: return the next feature (..., d), or those of `feature_layers` (..., F).
 
         Args:
-            attend: Function that attends from queries to the stored keys and values; its second argument selects one half of them.
+            attend: Function that attends from queries to the stored keys and values. Its second argument selects one
+                half of them.
         """
         if self.config.fusion != "cross":
             return self.finish(x, attend(query))
