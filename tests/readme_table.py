@@ -15,7 +15,7 @@ def figure_text(figure: dict, n: int) -> str:
     """A ratio with its interval, as "again 1.63 [1.43, 1.83]". Names its own number of prompts if it has one."""
     interval = " [{:.2f}, {:.2f}]".format(*figure["ci95"]) if "ci95" in figure else ""
     count = f" (n = {figure['n']})" if figure.get("n", n) != n else ""
-    ratio = f"{figure['value']:.2f}"
+    ratio = f"{figure['value']:.2f}" + (", a slowdown" if figure["value"] < 1 else "")
     return f"{figure['name']} {ratio}{interval}{count}" if "name" in figure else f"**{ratio}**{interval}"
 
 

@@ -51,7 +51,7 @@ class GlmImage(Family):
         usual: list[int] = [getattr(self.processor, name, 1024) for name in ("target_h", "target_w")]
         height, width = height or usual[0], width or usual[1]
         if height % FACTOR or width % FACTOR or not all(self._preview(height, width)):
-            raise ValueError(f"height, width: got {height} x {width}, expected multiples of {FACTOR} in a wider shape.")
+            raise ValueError(f"height, width: got {height} x {width}, expected multiples of {FACTOR}, not too narrow.")
         return self.grids((height // FACTOR, width // FACTOR), self._preview(height, width))
 
     def grids(self, grid: tuple[int, int], preview: tuple[int, int]) -> ImageLayout:
