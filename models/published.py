@@ -68,7 +68,7 @@ def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
     known = ", ".join([*EAGLE3[:1], *BLOCKS, *(f"speculators' {kind}" for kind in SPECULATORS)])
     raise ValueError(
         f"drafter: {folder} is a checkpoint of {shorten(first or None)}, expected EAGLE-1, 2 or 3, MSD, ViSpec, DFlash,"
-        f" DSpark or Domino ({known}), a model of transformers, or one of ours"
+        f" DSpark or Domino ({known}), a model of transformers, or one of ours."
     )
 
 
@@ -77,9 +77,9 @@ def _speculators(folder: Path, data: dict) -> str:
     kind = data["speculators_model_type"]
     algorithm = object_of(data.get("speculators_config")).get("algorithm", kind)
     if not isinstance(kind, str) or kind not in SPECULATORS:
-        raise ValueError(f"drafter: speculators_model_type of {folder} is {shorten(kind)}, expected {[*SPECULATORS]}")
+        raise ValueError(f"drafter: speculators_model_type of {folder} is {shorten(kind)}, expected {[*SPECULATORS]}.")
     if algorithm != kind:
-        raise ValueError(f"drafter: algorithm of {folder} is {shorten(algorithm)}, expected {kind!r} as its type says")
+        raise ValueError(f"drafter: algorithm of {folder} is {shorten(algorithm)}, expected {kind!r} as its type says.")
     return kind
 
 
@@ -90,10 +90,12 @@ def reader(folder: Path) -> Any:
 
 
 def load(folder: str | Path, model: PreTrainedModel, **options: Any) -> Drafter:
-    """Load a published drafter for its target. options: `width` and `nodes` of its trees and, for one-layer drafters,
-    `images`, how they represent images.
+    """Load a published drafter for its target.
 
     Raises ValueError, before it reads weights, for another algorithm, another target or other tensors.
+
+    Args:
+        options: `width` and `nodes` of its trees and, for one-layer drafters, `images`, how they represent images.
     """
     root = check_folder(folder)
     data, shapes = read_json(root, CONFIG), strip_prefix(read_shapes(root), root)

@@ -46,15 +46,15 @@ def read_all_tensors(path: str | Path) -> dict[str, Tensor]:
     """
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"checkpoint: {path} does not exist, expected a .safetensors file or a folder of them")
+        raise ValueError(f"checkpoint: {path} does not exist, expected a .safetensors file or a folder of them.")
     if path.suffix in PICKLED and path.is_file():
-        raise ValueError(f"checkpoint: {path} holds {PICKLE.format(path.name)}")
+        raise ValueError(f"checkpoint: {path} holds {PICKLE.format(path.name)}.")
     tensors: dict[str, Tensor] = {}
     for file in weight_files(path) if path.is_dir() else [inside(path.parent, path.name)]:
         read = read_file(file, lambda opened, name: opened.get_tensor(name))
         twice = sorted(tensors.keys() & read.keys())
         if twice:
-            raise ValueError(f"checkpoint: {path} holds tensor {twice[0]!r} twice, expected the path of one model")
+            raise ValueError(f"checkpoint: {path} holds tensor {twice[0]!r} twice, expected the path of one model.")
         tensors |= read
     return unwrap_names(tensors, path)
 
@@ -75,7 +75,7 @@ def rename(tensors: Mapping[str, Value], rules: Rules, dropped: str = "(?!)") ->
             continue
         new = rename_tensor(name, rules)
         if new in named:
-            raise ValueError(f"checkpoint: tensors {named[new][0]!r} and {name!r} have the same name in our layout")
+            raise ValueError(f"checkpoint: tensors {named[new][0]!r} and {name!r} have the same name in our layout.")
         named[new] = (name, tensor)
     return named
 
@@ -100,10 +100,12 @@ class Weights(dict[str, Tensor]):
         """Return the shape of a required tensor, which determines the configuration."""
         if name not in self:
             some = ", ".join(sorted(self.published.values())[:SHOWN])
-            raise ValueError(f"checkpoint: {self.where} has no tensor {name!r} (but {some}, ...)")
+            raise ValueError(f"checkpoint: {self.where} has no tensor {name!r} (but {some}, ...).")
         if self[name].dim() != dimensions:
             actual = tuple(self[name].shape)
-            raise ValueError(f"checkpoint: tensor {name!r} of {self.where} has shape {actual}, expected {dimensions}-D")
+            raise ValueError(
+                f"checkpoint: tensor {name!r} of {self.where} has shape {actual}, expected {dimensions}-D."
+            )
         return tuple(self[name].shape)
 
     def count(self, prefix: str) -> int:
@@ -138,7 +140,7 @@ def one_sentence(where: str | Path) -> Iterator[None]:
         yield
     except (AttributeError, KeyError, TypeError, StrictDataclassError) as error:
         what = (str(error.args[0]) if isinstance(error, KeyError) else str(error)).strip().splitlines()[0]
-        raise ValueError(f"checkpoint: config.json of {where} has a wrong entry ({what})") from None
+        raise ValueError(f"checkpoint: config.json of {where} has a wrong entry ({what}).") from None
 
 
 def stock(kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> Any:
@@ -147,4 +149,4 @@ def stock(kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
         with no_init_weights():
             return kind._from_config(config, dtype=dtype).eval()
     except (TypeError, ValueError, KeyError, AssertionError, ZeroDivisionError) as error:
-        raise ValueError(f"config: {kind.__name__} rejects it ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"config: {kind.__name__} rejects it ({str(error).splitlines()[0]}).") from None

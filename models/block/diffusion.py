@@ -65,12 +65,12 @@ class DiffusionModel(StructuredDrafter):
         theirs, config = describe(model), getattr(network, "config", None)
         mask = getattr(config, "mask_token_id", None) if mask is None else mask
         if mask is None:
-            raise ValueError("mask: got None, expected the id of the network's mask token")
+            raise ValueError("mask: got None, expected the id of the network's mask token.")
         self.network, self.vocab, self.mask = network, theirs.vocab, mask
         self.known, read = self._vocabularies(network)
         check_whole("mask", mask, 0, read - 1)
         if abs(self.known - self.vocab) > VOCABULARY_PADDING:
-            raise ValueError(f"drafter: vocabulary of {self.known}, expected the target's {self.vocab}")
+            raise ValueError(f"drafter: vocabulary of {self.known}, expected the target's {self.vocab}.")
         for name, value, most in (
             ("block", block, MAX_NODES - 1),
             ("steps", steps, block),
@@ -80,11 +80,11 @@ class DiffusionModel(StructuredDrafter):
         ):
             check_whole(name, value, 1, most)
         if steps > 1 and width > 1:
-            raise ValueError(f"steps: got {steps} for trees, expected 1")
+            raise ValueError(f"steps: got {steps} for trees, expected 1.")
         longest = getattr(config, "max_position_embeddings", None) or 1 << 30
         self.block, self.steps, self.reads = block, steps, min(reads, longest - block)
         if self.reads < 1:
-            raise ValueError(f"block: got {block}, expected less than the {longest} positions of the network")
+            raise ValueError(f"block: got {block}, expected less than the {longest} positions of the network.")
         self.shift, self.width, self.nodes = int(shifted), width, nodes
         self.content = theirs.never_drafted
         self.placed = "position_ids" in inspect.signature(network.forward).parameters
@@ -101,7 +101,7 @@ class DiffusionModel(StructuredDrafter):
     def _grow(self, tree: str) -> None:
         super()._grow(tree)
         if self.steps > 1 and self.width > 1:
-            raise ValueError(f"tree: got {tree!r} with {self.steps} steps, expected chains")
+            raise ValueError(f"tree: got {tree!r} with {self.steps} steps, expected chains.")
 
     def start(self, state: State, scores: Scores) -> None:
         state.memory = _Prompts(self.words(state.request.prompt, scores.aux.get("attention")))

@@ -37,8 +37,10 @@ PREFIXES = ("candidate_selector.", "markov_head.", "confidence_head.", "prefix_g
 class Markov(nn.Module):
     """Logits that a token adds to those of the next place, as the product of two matrices; (..., V).
 
-    kind: "gated" weights the token's vector (..., r) by the place's hidden state (..., d); "rnn" carries a state
-    (..., r) from place to place. few: number of ids that get logits, if not all.
+    Args:
+        kind: "gated" weights the token's vector (..., r) by the place's hidden state (..., d); "rnn" carries a state
+            (..., r) from place to place.
+        few: Number of ids that get logits, if not all.
     """
 
     def __init__(self, vocab: int, rank: int, kind: str = "vanilla", hidden: int = 0, few: int = 0):
@@ -52,7 +54,11 @@ class Markov(nn.Module):
             self.joint = nn.Linear(2 * rank + hidden, 3 * rank)
 
     def forward(self, hidden: Tensor, token: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return what tokens (...) add, and the state. hidden: (..., d), the same for all tokens of a tree level."""
+        """Return what tokens (...) add, and the state.
+
+        Args:
+            hidden: (..., d), the same for all tokens of a tree level.
+        """
         before = self.down(token)
         if self.kind == "vanilla":
             return self.up(before), None
@@ -104,7 +110,11 @@ class Sequential(nn.Module):
 
 
 class Spark(Sequential):
-    """DSpark's two heads, either of which may be missing. ids: target ids of a drafter's own vocabulary."""
+    """DSpark's two heads, either of which may be missing.
+
+    Args:
+        ids: Target ids of a drafter's own vocabulary.
+    """
 
     def __init__(self, markov: Markov | None, confidence: Confidence | None, ids: Tensor | None = None):
         super().__init__()
@@ -133,7 +143,10 @@ class Spark(Sequential):
 
 class Domino(Sequential):
     """Domino's head: a GRU reads the target's embeddings `table` (V, d) of the tokens so far; its state (r) and the
-    place's hidden state give what is added to the logits. prefix: number of first places without an addition.
+    place's hidden state give what is added to the logits.
+
+    Args:
+        prefix: Number of first places without an addition.
     """
 
     remembers = True
@@ -218,8 +231,12 @@ class CandidateSelector(Sequential):
 def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, table: Tensor) -> Sequential | None:
     """Build the head of a checkpoint, without weights, from its configuration; None if it has none.
 
-    kind: "dflash", "dflash2", "dspark", "deepspec" or "domino". few: size of its own vocabulary, 0: all ids. table: the
-    target's embeddings, at least (V, d). Raises ValueError if it is unsupported.
+    Raises ValueError if it is unsupported.
+
+    Args:
+        kind: "dflash", "dflash2", "dspark", "deepspec" or "domino".
+        few: Size of its own vocabulary, 0: all ids.
+        table: The target's embeddings, at least (V, d).
     """
     hidden, nested = table.shape[1], "speculators_model_type" in said
     if kind == "dflash":
@@ -234,11 +251,11 @@ def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, tab
         return Domino(vocab, table, said["gru_hidden_dim"], said["emb_dim"], prefix)
     rank, named = said.get("markov_rank", 256 if nested else 0) or 0, said.get("markov_head_type", KINDS[0])
     if rank and named not in KINDS:
-        raise ValueError(f"drafter: markov_head_type of {folder} is {shorten(named)}, expected {', '.join(KINDS)}")
+        raise ValueError(f"drafter: markov_head_type of {folder} is {shorten(named)}, expected {', '.join(KINDS)}.")
     has = said.get("enable_confidence_head", nested or bool(said.get("confidence_head_alpha")))
     with_markov = said.get("confidence_head_with_markov", nested)
     if has and with_markov and not rank:
-        raise ValueError(f"drafter: markov_rank of {folder} is 0, expected a positive one for its confidence head")
+        raise ValueError(f"drafter: markov_rank of {folder} is 0, expected a positive one for its confidence head.")
     if not (rank or has):
         return None
     markov = Markov(vocab, rank, named, hidden, few) if rank else None
@@ -246,7 +263,11 @@ def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, tab
 
 
 def entries(head: Sequential | None, anchor: bool) -> dict[str, Any]:
-    """Return a head's entries in a published configuration. anchor: whether the pending token's place predicts."""
+    """Return a head's entries in a published configuration.
+
+    Args:
+        anchor: Whether the pending token's place predicts.
+    """
     if isinstance(head, Domino):
         first = head.embed_proj[0]
         sizes = {

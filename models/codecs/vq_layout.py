@@ -33,7 +33,11 @@ def load_llamagen_vq(path: str | Path) -> ImageCodec:
 
 
 def load_taming_vq(path: str | Path) -> ImageCodec:
-    """Load Chameleon's VQGAN (also Anole's and Lumina-mGPT's), or another taming-style VQGAN, from safetensors."""
+    """Load Chameleon's VQGAN (also Anole's and Lumina-mGPT's), or another taming-style VQGAN, from safetensors.
+
+    Args:
+        path: A .safetensors file.
+    """
     return _codec(Weights.read(path, dropped=NOT_WEIGHTS))
 
 
@@ -76,7 +80,11 @@ def _codec(weights: Weights) -> ImageCodec:
 
 
 def load_kl(path: str | Path, scaling: float, shift: float = 0.0) -> AutoencoderKL:
-    """Load a KL autoencoder from safetensors. scaling, shift: a generator's latents are (latents - shift) * scaling."""
+    """Load a KL autoencoder from safetensors.
+
+    Args:
+        scaling, shift: A generator's latents are (latents - shift) * scaling.
+    """
     weights = Weights.read(path, dropped=NOT_WEIGHTS)
     optional = {f"use_{name}": f"{name}.weight" in weights for name in ("quant_conv", "post_quant_conv")}
     settings = stock_settings(weights) | optional

@@ -58,7 +58,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
     def __init__(self, head: EagleHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
         config = head.config
         if 0 < config.draft_vocab < width:
-            raise ValueError(f"width: got {width}, expected at most the {config.draft_vocab} ids of the head")
+            raise ValueError(f"width: got {width}, expected at most the {config.draft_vocab} ids of the head.")
         self.check_target(config, model)
         self.model = model
         embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -250,8 +250,11 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         return places if places.dim() == 3 else places.expand(len(batch.lengths), -1)
 
     def _shifted_embeddings(self, ids: Tensor, embeddings_BLd: Tensor | None) -> Tensor:
-        """Return the embedding of the token after each. ids: all tokens except the first; embeddings: those of the
-        prompt, or None for a text model, where ids are looked up instead.
+        """Return the embedding of the token after each.
+
+        Args:
+            ids: All tokens except the first.
+            embeddings: Those of the prompt, or None for a text model, where ids are looked up instead.
         """
         if self.config.images != "slots":
             return stored_rows(self.embed, ids)

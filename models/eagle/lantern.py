@@ -146,10 +146,10 @@ def config_of(folder: Path, data: dict, shapes: Mapping[str, tuple[int, ...]], f
     """Convert a published configuration. Raises ValueError if it needs something that is not supported."""
     named, size = family_of_layout(data, set(shapes)), data.get("input_type")
     if named != family.name:
-        raise ValueError(f"drafter: {folder} is made for a target of family {shorten(named)}, got {family.name!r}")
+        raise ValueError(f"drafter: {folder} is made for a target of family {shorten(named)}, got {family.name!r}.")
     rows = family.layout().grid[0]
     if named == "llamagen" and size is not None and GRIDS.get(str(size)) != rows:
-        raise ValueError(f"drafter: input_type of {folder} is {shorten(size)}, expected that of {rows} x {rows} codes")
+        raise ValueError(f"drafter: input_type of {folder} is {shorten(size)}, expected that of {rows} x {rows} codes.")
     with sentence_of(folder):
         return EagleConfig(
             **layer_fields(folder, data, shapes),

@@ -47,8 +47,12 @@ def plan(
 ) -> PromptLayout:
     """Lay out the elements of prompts, except the last, which needs the first generated token.
 
-    attention: false at padding. images: see `eagle.config.IMAGES`; without latents, image slots have no elements, and
-    with "embeddings", `latent` is 1 + the index of the slot in the batch. ahead: see `EagleConfig`.
+    attention: false at padding.
+
+    Args:
+        images: See `eagle.config.IMAGES`; without latents, image slots have no elements, and with "embeddings",
+            `latent` is 1 + the index of the slot in the batch.
+        ahead: See `EagleConfig`.
     """
     ids, real = ids_BL.tolist(), None if attention_BL is None else attention_BL.tolist()
     runs: list[tuple[int, int, int]] = []
@@ -171,7 +175,8 @@ def pick(x_BL: Tensor, index_BT: Tensor) -> Tensor:
 def positions_at(positions: Tensor, layout: PromptLayout, rows: int, section: tuple[int, ...]) -> Tensor:
     """Return position ids of the elements, (B, T), or (3, B, T) for a drafter with M-RoPE.
 
-    positions: (B, L), or (3 | 4, B, L) where row 0 of four is the plain text position; a single row serves all.
+    Args:
+        positions: (B, L), or (3 | 4, B, L) where row 0 of four is the plain text position; a single row serves all.
     """
     if positions.dim() == 3:
         positions = positions[-3:] if section else positions[0]

@@ -43,7 +43,9 @@ class MARImageConfig(PreTrainedConfig):
         )
         self.network, self.labels = asdict(sizes), [str(i) for i in range(sizes.classes)] if labels is None else labels
         if len(set(self.labels)) != sizes.classes:
-            raise ValueError(f"labels: got {len(set(self.labels))} names, expected {sizes.classes}, one for each class")
+            raise ValueError(
+                f"labels: got {len(set(self.labels))} names, expected {sizes.classes}, one for each class."
+            )
         self.predicts, self.denoising_steps, self.autoencoder = predicts, denoising_steps, autoencoder
         super().__init__(**options)
 
@@ -82,7 +84,11 @@ HEAD = "diffloss.net."
 
 
 def load_mar(path: str | Path, heads: int | None = None) -> MAR:
-    """Load a MAR network from a .safetensors file or folder. heads: only for widths that were not published."""
+    """Load a MAR network from a .safetensors file or folder.
+
+    Args:
+        heads: Only for widths that were not published.
+    """
     weights = Weights.read(path)
     return weights.load(MAR(config_of(weights, heads)))
 
@@ -99,7 +105,7 @@ def config_of(weights: Weights, heads: int | None) -> MARConfig:
     if heads is None:
         heads = {config.width: config.heads for config in SIZES.values()}.get(width)
         if heads is None:
-            raise ValueError(f"heads: {weights.where} has the width {width}, expected heads=... for this size")
+            raise ValueError(f"heads: {weights.where} has the width {width}, expected heads=... for this size.")
     return MARConfig(
         width,
         weights.count("encoder_blocks."),

@@ -79,7 +79,7 @@ def config_of(weights: Weights, published: Mapping[str, Any]) -> tuple[NextStepC
     patch = next((published[name] for name in PATCH if published.get(name) is not None), None)
     if patch is None or published.get("boi") is None:
         missing = "boi" if patch is not None else PATCH[0]
-        raise ValueError(f"checkpoint: config.json of {weights.where} has no {missing!r}, expected that of NextStep-1")
+        raise ValueError(f"checkpoint: config.json of {weights.where} has no {missing!r}, expected that of NextStep-1.")
     return NextStepConfig(
         size=weights.shape("image_in_projector.weight", 2)[1],
         patch=patch,
@@ -116,7 +116,7 @@ def load_nextstep_vae(folder: str | Path) -> AutoencoderKL:
     centre: Any = published.get("shift_factor")
     check_positive("scaling_factor", factor)
     if type(centre) not in (int, float) or not math.isfinite(centre):
-        raise ValueError(f"shift_factor: got {centre!r}, expected a finite number in config.json of {folder}")
+        raise ValueError(f"shift_factor: got {centre!r}, expected a finite number in config.json of {folder}.")
     return load_kl(folder, factor, centre)
 
 

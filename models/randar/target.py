@@ -94,7 +94,11 @@ class RankLayers(SlotLayers):
 
 
 class RandARTarget(ImageAR):
-    """`RandARImages` as a target. Drafts may be trees. ahead: queries of later places per node."""
+    """`RandARImages` as a target. Drafts may be trees.
+
+    Args:
+        ahead: Queries of later places per node.
+    """
 
     family: RandARImages
 

@@ -42,7 +42,7 @@ class CacheBudget:
         shape = len(self.tokens), {len(row) for row in self.tokens}
         if shape != (depth, {len(scales) - 1}):
             actual = f"{shape[0]} layers of {sorted(shape[1])} scales"
-            raise ValueError(f"budget: got {actual}, expected {depth} layers of {len(scales) - 1}, all but the last")
+            raise ValueError(f"budget: got {actual}, expected {depth} layers of {len(scales) - 1}, all but the last.")
 
     def whole(self, scales: ScaleSizes) -> bool:
         """Return whether no token is ever dropped."""
@@ -64,15 +64,17 @@ class CacheBudget:
     ) -> CacheBudget:
         """Allot an average `share` of the largest cache per layer, at every scale whose cache is larger than that.
 
-        drafters: share of (layer, scale) pairs that are drafters, those with the lowest selectivity within their scale.
-        Refiners get the average minus up to `decay` of it, more at later scales; drafters share what this saves.
+        Args:
+            drafters: Share of (layer, scale) pairs that are drafters, those with the lowest selectivity within their
+                scale. Refiners get the average minus up to `decay` of it, more at later scales; drafters share what
+                this saves.
         """
         for name, value in (("share", share), ("drafters", drafters), ("decay", decay)):
             if not 0 <= value <= 1:
-                raise ValueError(f"{name}: got {value}, expected a share in [0, 1]")
+                raise ValueError(f"{name}: got {value}, expected a share in [0, 1].")
         depth, average = len(selectivity_DK), round(share * scales.begins[-2])
         if average < window:
-            raise ValueError(f"share: got {share}, {average} tokens, expected at least the window of {window}")
+            raise ValueError(f"share: got {share}, {average} tokens, expected at least the window of {window}.")
         short = [k for k in range(len(scales) - 1) if scales.begins[k + 1] > average]
         rows = [list(scales.begins[1:-1]) for _ in range(depth)]
         lowest = _lowest(selectivity_DK[:, short], max(1, round(drafters * depth * len(short)))) if short else []
@@ -118,7 +120,7 @@ class BudgetedCache:
         self.scale = first
 
     def open_at(self, slots_RQ: Tensor, end: int) -> None:
-        raise ValueError("scales: got rows at different scales, expected one scale for all")
+        raise ValueError("scales: got rows at different scales, expected one scale for all.")
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         store, before = self.stores[layer], self.bytes

@@ -35,7 +35,7 @@ class ScaleSizes:
     def __post_init__(self):
         codes = sum(rows * columns for rows, columns in self.grids)
         if not self.grids or min(map(min, self.grids)) < 1 or codes > MOST_CODES:
-            raise ValueError(f"scales: got {codes} codes in {len(self.grids)} maps, expected 1..{MOST_CODES}")
+            raise ValueError(f"scales: got {codes} codes in {len(self.grids)} maps, expected 1..{MOST_CODES}.")
 
     @classmethod
     def square(cls, *sides: int) -> ScaleSizes:
@@ -170,7 +170,8 @@ class MultiScaleShape:
 class ScaleVAE(nn.Module):
     """Base class of autoencoders from pixels (B, 3, height, width) in [-1, 1] to codes of any scales, and back.
 
-    factor: pixels per position of the finest map, along one side.
+    Args:
+        factor: Pixels per position of the finest map, along one side.
     """
 
     shape: Any
@@ -178,7 +179,11 @@ class ScaleVAE(nn.Module):
     quantize: ScaleQuantizer
 
     def __init__(self, size: int, widths: tuple[int, ...], blocks: int, attention: bool):
-        """Build diffusers' encoder to `size` channels, and decoder. attention: at the coarsest and the middle level."""
+        """Build diffusers' encoder to `size` channels, and decoder.
+
+        Args:
+            attention: At the coarsest and the middle level.
+        """
         super().__init__()
         plain, coarse = len(widths) - 1, "Attn" if attention else ""
         shared: dict[str, Any] = {"norm_num_groups": GROUPS, "mid_block_add_attention": attention}

@@ -36,8 +36,10 @@ class SmallVAR(Drafter):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: VARImageModel | NextScale) -> SmallVAR:
-        """Load a model's folder, strictly. target: a model, for its device, dtype and codebook. Raises ValueError if
-        both are models with different codebooks.
+        """Load a model's folder, strictly. Raises ValueError if both are models with different codebooks.
+
+        Args:
+            target: A model, for its device, dtype and codebook.
         """
         model: Any = load(folder, target.dtype)
         model = model.to(target.device)
@@ -49,7 +51,7 @@ class SmallVAR(Drafter):
         """Attach to a target. Raises ValueError unless both generate the same maps, and the target is a plain model."""
         check_alike("drafter", self.small, target.model)
         if not target.plain:
-            raise ValueError("drafter: got one with a refiner or a budget, which draw one scale at a time")
+            raise ValueError("drafter: got one with a refiner or a budget, which draw one scale at a time.")
         self.family = target
 
     def start(self, state: State, scores: Scores) -> None:
