@@ -23,7 +23,7 @@ from visspec.types import Draft
 ROOT = Path(visspec.__file__).parent.parent
 TOPS = ("visspec", "models", "kernels", "eval")
 LEVELS = (  # a module may import lower levels and its own package
-    {"distributions", "kernels", "ranking"},
+    {"distributions", "kernels"},
     {"types"},
     {"cache", "io", "replay"},
     {"tree", "entries", "presets"},

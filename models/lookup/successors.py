@@ -18,7 +18,7 @@ from visspec.cache import to_device
 from visspec.distributions import categorical
 from visspec.loop.decode import open_request
 from visspec.models.lookup.context import CANDIDATES
-from visspec.ranking import topk
+from visspec.distributions import topk
 from visspec.types import Draft, Request, Target
 
 NODES = 512  # maximum per pass
