@@ -182,5 +182,7 @@ def test_processor_takes_both_call_forms_and_odd_images():
 def test_provenance_says_which_code_trained_the_weights(folder):
     record = json.loads((folder / "provenance.json").read_text())
     own = rf"models/zoo/{folder.name}/train\.py"
-    assert re.fullmatch(rf"visspec/toys/recipes/\w+\.py at tag before-reduction|train_context|train_drafter|{own}", record["recipe"])
+    assert re.fullmatch(
+        rf"visspec/toys/recipes/\w+\.py at tag before-reduction|train_context|train_drafter|{own}", record["recipe"]
+    )
     assert "python -m visspec.toys" not in (folder / "README.md").read_text()

@@ -276,6 +276,7 @@ HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
     "models/decoder/probe.py": ["_tokens"],
     "models/lowres/drafter.py": ["small"],
     "visspec/loop/out_of_order.py": ["__init__"],
+    "visspec/loop/decode.py": ["values", "ids"],  # `TokenBuffer`, for results, processors and stop functions
 }
 
 

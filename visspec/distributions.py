@@ -1,5 +1,5 @@
-"""Distributions of node values, one for each node of a batch: `Categorical` for ids, `Denoising` for vectors, `Maps` for
-maps of ids.
+"""Distributions of node values, one for each node of a batch: `Categorical` for ids, `Denoising` for vectors, `Maps`
+for maps of ids.
 
 The loop passes distributions between target, drafter and rule without reading them. Operations such as sampling,
 residuals and the validation of a drafter's distribution are methods of each class.
@@ -191,11 +191,10 @@ class DenoisingSteps:
 
         x_(i+1) = keep_i x_i + move_i o(x_i, i) + sigma_i z_i,    z_i ~ N(0, I)
 
-    where o is the network's estimate of the value (the "predicted x0" of DDPM), and log sigma_i is fixed or lies between
-    two bounds, at a share that the network predicts (iDDPM, Nichol and Dhariwal 2021, equation 15). `low` and `high` are
-    the bounds, equal if it is fixed.
-    `noisy` is whether the last step adds noise; without it the value given x_(S-1) is a point mass, and no draft would
-    ever equal it.
+    where o is the network's estimate of the value (the "predicted x0" of DDPM), and log sigma_i is fixed or lies
+    between the bounds `low` and `high`, at a share that the network predicts (iDDPM, Nichol and Dhariwal 2021, equation
+    15). The bounds are equal if it is fixed. `noisy` is whether the last step adds noise; without it the value given
+    x_(S-1) is a point mass, and no draft would ever equal it.
     """
 
     keep: Tensor

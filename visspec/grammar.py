@@ -31,18 +31,14 @@ def fixed_ids(state: State, ahead: Tensor) -> Tensor:
 
 
 def constrain(logits_BNV: Tensor, draft: Draft, state: State) -> Tensor:
-    """Return log-distributions after each node, with point masses where the next token is fixed."""
-    if state.request.fixed is None:
-        return logits_BNV
+    """Return log-distributions after each node, with point masses where `Request.fixed` fixes the next token."""
     following_BN = fixed_ids(state, draft.tree.depth + 1)
     point = torch.full_like(logits_BNV, float("-inf")).scatter_(-1, following_BN.clamp(min=0)[..., None], 0.0)
     return torch.where((following_BN == FREE)[..., None], logits_BNV, point)
 
 
 def fill(draft: Draft, state: State) -> Draft:
-    """Insert fixed ids into a draft, as point masses in q."""
-    if state.request.fixed is None or draft.tree.size == 1:
-        return draft
+    """Insert the ids of `Request.fixed` into a draft, as point masses in q."""
     own_BN, free_BN = fixed_ids(state, draft.tree.depth), draft.tree.depth == 0
     if draft.real is not None:
         free_BN = free_BN | ~draft.real

@@ -298,7 +298,7 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
     only warped.
     """
     sampling, rows = state.request.sampling, len(state.rows)
-    if not any(own.sampling.processors for own in state.request.each or (state.request,)):
+    if not state.request.has_processors:
         return warp(logits_BNV, sampling, uncond_BNV)
     logits_BNV = warp(logits_BNV, replace(sampling, temperature=0.0), uncond_BNV).clone()
     path_BND = trees.paths(draft.tree).expand(rows, -1, -1)
@@ -388,6 +388,4 @@ def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Catego
 
 def sample_distribution(distribution: Categorical, state: State, level: int) -> tuple[Tensor, Categorical | None]:
     """Like `propose`, for a `Categorical`."""
-    return (
-        (argmax(distribution.logits), None) if state.noise is None else state.noise.draft(distribution, level)
-    )
+    return (argmax(distribution.logits), None) if state.noise is None else state.noise.draft(distribution, level)

@@ -153,6 +153,11 @@ class Request:
         return (self.each[row], 0) if self.each else (self, row)
 
     @property
+    def has_processors(self) -> bool:
+        """Whether a row has logits processors."""
+        return any(own.sampling.processors for own in self.each) if self.each else bool(self.sampling.processors)
+
+    @property
     def visits(self) -> Sequence[int]:
         """Places of an image's codes in the order of an any-order target."""
         assert self.grid is not None
@@ -285,7 +290,7 @@ class State:
     position: Tensor  # (B,) position id of the pending node
     cache: Any  # the target's cache
     rows: list[int]
-    output: Any  # a `loop.output.TokenBuffer`, or the subclass that the target needs
+    output: Any  # a `loop.decode.TokenBuffer`, or the subclass that the target needs
     noise: Any = None  # random numbers, `sampling.BufferedNoise`; None with greedy sampling
     drift: Tensor | None = None  # (original rows,) summed over the rounds
     memory: Any = None  # the drafter's per-request state

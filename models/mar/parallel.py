@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from visspec.distributions import Denoising
-from visspec.loop.decode import stage
-from visspec.loop.output import VectorBuffer
+from visspec.loop.decode import VectorBuffer, stage
 from visspec.models.mar.target import MARTarget, revealed_counts, revealing
 from visspec.types import Acceptance, Drafter, Order, Request, Round, State, Target
 
@@ -48,7 +47,7 @@ class ParallelMAR(Order):
             for row in rows:
                 assert isinstance(state.output, VectorBuffer)
                 state.output.held[row].append(known.values[row, numbers.start : numbers.stop])
-                state.output.tell(row, state.output.append(row, list(numbers)))
+                state.output.append(row, list(numbers))
                 trace.origin[row] += ["plain"] * len(numbers)
             passes += [step] * len(numbers)
             if step:  # the first pass is the prefill's, as in other orders
