@@ -4,7 +4,7 @@ import multiprocessing
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-LOADED = ["torch", "transformers", "visspec.cli.main", "visspec.cli.caption", "visspec.api.train_drafter"]
+LOADED = ["torch", "transformers", "visspec.cli.main", "visspec.cli.caption", "visspec.api.training.drafter"]
 START = """
 import os, sys
 said = os.open({said!r}, os.O_WRONLY | os.O_CREAT, 0o600)

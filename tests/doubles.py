@@ -20,7 +20,7 @@ import visspec
 from tests.tiny import FAMILIES, VOCAB, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.accept.rejection import Rejection
-from visspec.api import requests
+from visspec.api.text import requests
 from visspec.cli.main import main
 from visspec.distributions import Categorical, draw
 from visspec.sampling import SIBLINGS
@@ -202,7 +202,7 @@ def stock(name: str, shape: str, new: int = NEW) -> list[list[int]]:
     return new_tokens(model_of(name).generate(**inputs, max_new_tokens=new, do_sample=False), inputs)
 
 
-def fast(name: str, drafter: Any, **options) -> visspec.api.accelerate.Accelerated:
+def fast(name: str, drafter: Any, **options) -> visspec.api.text.accelerate.Accelerated:
     return visspec.accelerate(model_of(name), drafter, **{"adaptive": False, **options})
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests import tiny_images as tiny
 from visspec import registry
-from visspec.api.images import ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter

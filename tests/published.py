@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import visspec
-from visspec.api.train_drafter import request_of
+from visspec.api.training.drafter import request_of
 from visspec.loop.decode import apply_verdict, open_request
 from visspec.models.decoder.target import HFDecoder
 

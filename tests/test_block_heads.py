@@ -13,8 +13,8 @@ from tests.test_positions import SIZE, process_law
 from tests.test_positions import Chain as Drafted
 from tests.test_shapes import unwarped  # noqa: F401
 from tests.tiny import model_of, prompt, shapes
-from visspec.api.drafter_presets import of_preset
-from visspec.api.train_drafter import request_of
+from visspec.api.training.drafter import request_of
+from visspec.api.training.presets import of_preset
 from visspec.distributions import Categorical
 from visspec.models.block.sequential import CandidateSelector, Confidence
 from visspec.models.block.trained import BlockDrafter

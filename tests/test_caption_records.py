@@ -17,9 +17,9 @@ from tests.children import command
 from tests.doubles import refused, tar_of
 from visspec import registry
 from visspec.api import sources
-from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, Captions, prefetch_map, prepare
 from visspec.api.loading import load
+from visspec.api.text.accelerate import accelerate
 from visspec.cli.main import main
 from visspec.io import included
 from visspec.io.files import Journal, replacing

@@ -15,7 +15,7 @@ from tests.test_positions import SIZE, Chain, process_law
 from tests.test_shapes import unwarped  # noqa: F401
 from tests.tiny import VOCAB, model_of, prompt, shapes
 from visspec import registry
-from visspec.api.train_drafter import request_of
+from visspec.api.training.drafter import request_of
 from visspec.models.assistants import assistant
 from visspec.models.block.diffusion import DiffusionModel, _Prompts
 from visspec.models.block.diffusion_trained import DiffusionDrafter

@@ -119,8 +119,8 @@ def captioning(home: Path) -> dict[str, Any]:
 def serving(home: Path) -> dict[str, Any]:
     """A client of a server in this process."""
     testclient = pytest.importorskip("fastapi.testclient", reason="the extra `serve` is not installed")
-    from visspec.api.server import Service, application
-    from visspec.api.serving import TextWorker
+    from visspec.api.server.app import Service, application
+    from visspec.api.server.worker import TextWorker
 
     model, processor = loading.load("captioner")
     worker = TextWorker("captioner", visspec.accelerate(model), processor)

@@ -23,7 +23,7 @@ from visspec import registry
 from visspec.accept.coupled import Coupled
 from visspec.accept.exact import deepest
 from visspec.accept.rejection import Rejection
-from visspec.api.queueing import RequestBuilder
+from visspec.api.text.queueing import RequestBuilder
 from visspec.distributions import Categorical, categorical
 from visspec.loop.decode import advance, retire, select, start
 from visspec.loop.draft_length import FixedLength

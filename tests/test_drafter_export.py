@@ -9,7 +9,9 @@ from tests.doubles import one_sentence
 from tests.tiny import model_of, prompt
 from tests.training_processes import pictures
 from visspec import registry
-from visspec.api import drafter_export, loading, train_drafter
+from visspec.api import loading
+from visspec.api.training import drafter as train_drafter
+from visspec.api.training import export as drafter_export
 from visspec.cli.main import main
 
 TINY = {"steps": 2, "rows": 2, "max_new_tokens": 6, "group": 1, "reuse": 1, "unroll": 2}

@@ -14,10 +14,10 @@ from tests.doubles import one_sentence
 from tests.published import Weights, begun, edges
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec import registry
-from visspec.api import train_drafter
-from visspec.api.drafter_presets import focused_state, frequent, of_preset
-from visspec.api.train_drafter import Prompts, request_of
-from visspec.api.training_data import Reader, TrainingData
+from visspec.api.training import drafter as train_drafter
+from visspec.api.training.data import Reader, TrainingData
+from visspec.api.training.drafter import Prompts, request_of
+from visspec.api.training.presets import focused_state, frequent, of_preset
 from visspec.loop.decode import open_request
 from visspec.models.block.trained import DECAY, BlockDrafter
 from visspec.models.decoder.target import HFDecoder

@@ -9,7 +9,7 @@ import visspec
 from tests.published import judged
 from tests.tiny import model_of, prompt, shapes
 from visspec.api.captions import prepare
-from visspec.api.train_drafter import request_of
+from visspec.api.training.drafter import request_of
 from visspec.io import included
 from visspec.loop.decode import open_request, retire
 from visspec.models.decoder.target import HFDecoder

@@ -24,7 +24,7 @@ from tests.tiny import DISTINCT, FAMILIES, llama, model_of, prompt, shapes
 from visspec import kernels
 from visspec.accept.exact import Exact
 from visspec.accept.graphed_rule import GraphedRule
-from visspec.api.images import ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
 from visspec.models.attention import draft_attention
 from visspec.models.attention.draft_attention import Masks
 from visspec.models.attention.slot_layers import CACHE

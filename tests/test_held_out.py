@@ -12,11 +12,11 @@ import transformers
 from PIL import Image
 
 from tests.doubles import one_sentence
-from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, Captions, prepare
-from visspec.api.images import ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
 from visspec.api.loading import load, load_image_model
 from visspec.api.sources import Record
+from visspec.api.text.accelerate import accelerate
 from visspec.cli import demo
 from visspec.eval.metrics.detection import DetectedColours
 from visspec.eval.metrics.geneval import judge_image
@@ -183,6 +183,6 @@ def test_provenance_says_which_code_trained_the_weights(folder):
     record = json.loads((folder / "provenance.json").read_text())
     own = rf"models/zoo/{folder.name}/train\.py"
     assert re.fullmatch(
-        rf"visspec/toys/recipes/\w+\.py at tag before-reduction|train_context|train_drafter|{own}", record["recipe"]
+        rf"visspec/toys/recipes/\w+\.py at tag before-reduction|train_(context|drafter)|{own}", record["recipe"]
     )
     assert "python -m visspec.toys" not in (folder / "README.md").read_text()

@@ -22,7 +22,7 @@ from visspec.accept.exact import Exact
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.rejection import Rejection
 from visspec.api import saving
-from visspec.api.images import ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.models.image_codes.families import family_of, prompt_of
 from visspec.models.jacobi.drafter import Jacobi

@@ -17,7 +17,7 @@ from PIL import Image
 from tests.doubles import one_sentence
 from visspec import registry
 from visspec.api import grid
-from visspec.api.images import ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
 from visspec.cli import main as cli
 from visspec.io import included
 from visspec.models.jacobi.drafter import Jacobi

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import visspec
 from visspec import registry
-from visspec.api.accelerate import default_drafter
+from visspec.api.text.accelerate import default_drafter
 from visspec.io import included
 from visspec.presets import PRESETS
 from visspec.toys.table import INCLUDED

@@ -255,9 +255,10 @@ def test_pictures_of_codes():
 def test_pictures_of_maps():
     texts = ["a photo of a pig", "a photo of a llama on a smooth grey ground", "a photo of an octopus"]
     pipe = painter("painter-var", batch_invariant=True)
-    for drafter in (None, "var"):
-        alone = [pictures(pipe, [text], [seed], drafter)[0] for seed, text in enumerate(texts)]
-        assert pictures(pipe, texts, [0, 1, 2], drafter) == alone
+    alone = [pictures(pipe, [text], [seed])[0] for seed, text in enumerate(texts)]
+    assert pictures(pipe, texts, [0, 1, 2]) == alone
+    with one_sentence("batch_invariant: got drafts of maps in torch.bfloat16, which change codes"):
+        pictures(pipe, texts, [0, 1, 2], "var")
 
 
 def test_relaxed_rules_and_batches():

@@ -18,7 +18,7 @@ from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
 from visspec.api import saving
-from visspec.api.images import ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
 from visspec.io.convert_checkpoint import convert
 from visspec.loop.decode import open_request
 from visspec.models.chameleon.layout import load_lumina

@@ -150,7 +150,7 @@ def test_the_table_of_families_forbids_something(room, path):
     ("loop", "transformers.GenerationConfig"), ("sampling", "visspec.loop.decode.decode"),
     ("train", "visspec.models.x"), ("api", "visspec.cli.main"),
     ("models", "visspec.eval.metrics.fid"), ("kernels", "visspec.types"), ("api", "models.targets"),
-    ("eval", "visspec.api.accelerate"), ("io", "transformers.AutoModel"),
+    ("eval", "visspec.api.text.accelerate"), ("io", "transformers.AutoModel"),
 ])  # fmt: skip
 def test_the_table_forbids_something(mine, path):
     assert complaint(mine, path.split("."))
@@ -291,7 +291,7 @@ def test_host_copies_are_where_they_should_be():
 
 def test_nothing_loads_under_a_top_level_name():
     """Of ours all is visspec.<name>, and transformers finds no `kernels` of ours."""
-    for name in ("api.accelerate", "models.decoder.target", "kernels", "io.images"):
+    for name in ("api.text.accelerate", "models.decoder.target", "kernels", "io.images"):
         importlib.import_module(f"visspec.{name}")
     tf.utils.is_kernels_available()
     files = {n: getattr(m, "__file__", None) for n, m in list(sys.modules.items()) if n.split(".")[0] in TOPS[1:]}

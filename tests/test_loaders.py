@@ -13,7 +13,7 @@ from tests import tiny_images
 from tests.doubles import one_sentence
 from tests.layouts import chameleon_vq_names, filled, gpt_names
 from tests.test_image_nets import LOADERS
-from visspec.api.images import ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
 from visspec.cli.main import main
 from visspec.io import checkpoint
 from visspec.io.convert_checkpoint import convert

@@ -15,8 +15,8 @@ from tests.doubles import new_tokens
 from tests.test_threads import pipeline
 from tests.tiny import llama, llava, prompt, shapes
 from tests.tiny_images import Words
-from visspec.api.accelerate import Speculative
-from visspec.api.images import ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
+from visspec.api.text.accelerate import Speculative
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 from visspec.models.image_codes.families import family_of

@@ -12,7 +12,7 @@ import visspec
 from tests import test_recurrent as hybrids
 from tests.doubles import one_sentence
 from tests.tiny import IMAGE, MROPE, PAD, TEXT, VISION_IDS, built, llama, model_of, packed_pixels
-from visspec.api.accelerate import default_drafter
+from visspec.api.text.accelerate import default_drafter
 from visspec.models.decoder import mtp, mtp_layer
 from visspec.testing import check_drafter
 
@@ -116,7 +116,7 @@ def test_ragged_pictures_exact(name, spec, reloaded):
 
 
 def test_default_drafter(reloaded, caplog):
-    caplog.set_level("INFO", logger="visspec.api.accelerate")
+    caplog.set_level("INFO", logger="visspec.api.text.accelerate")
     assert visspec.accelerate(reloaded("qwen3_5")).setup.name == "mtp"
     assert "drafter: mtp:copies=true, because the model's files have such a layer" in caplog.text
     assert default_drafter(model_of("llava"))[0] == "context" and "nothing was made for the model" in caplog.text

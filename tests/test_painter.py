@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import JanusForConditionalGeneration, JanusProcessor
 
-from visspec.api.images import ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
 from visspec.eval.metrics import geneval
 from visspec.eval.metrics.detection import DetectedColours
 from visspec.io import included

@@ -16,7 +16,7 @@ from tests.test_adapters import adapted
 from tests.test_eagle import make
 from tests.test_stream import widened
 from tests.tiny import FAMILIES, IMAGE, llama, model_of, prompt, shapes
-from visspec.api.queueing import RequestBuilder, add_to_digest
+from visspec.api.text.queueing import RequestBuilder, add_to_digest
 from visspec.loop.decode import open_request
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.prefix import PrefixCache

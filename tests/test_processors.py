@@ -17,7 +17,8 @@ from tests.doubles import NEW, Hostile, TreeOracle, fast, new_tokens, one_senten
 from tests.grammars import LONGEST, PACKAGES, SCHEMA, compiled, json_model, json_processor, record, tokenizer
 from tests.tiny import EOS, model_of, prompt, shapes
 from visspec import grammar
-from visspec.api import processors, schemas
+from visspec.api import schemas
+from visspec.api.text import processors
 from visspec.cli import caption
 from visspec.cli.main import main
 

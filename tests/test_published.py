@@ -20,7 +20,7 @@ from tests.test_drafter_checkpoints import Largest
 from tests.test_eagle_heads import make, one_round
 from tests.tiny import TEXT, built, llama, model_of, prompt, qwen3, shapes, single_row
 from visspec import registry
-from visspec.api.train_drafter import request_of
+from visspec.api.training.drafter import request_of
 from visspec.distributions import draw
 from visspec.loop.decode import open_request
 from visspec.models import published

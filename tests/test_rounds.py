@@ -19,7 +19,7 @@ from tests.doubles import Oracle, chain_of, compact, drafted, fast, new_tokens, 
 from tests.test_eagle import make, opened
 from tests.tiny import VOCAB, llama, model_of, prompt, shapes, single_row
 from visspec import tree as trees
-from visspec.api.train_drafter import request_of
+from visspec.api.training.drafter import request_of
 from visspec.loop import draft_length
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.stats import acceptance_by_depth, by_depth

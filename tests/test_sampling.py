@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from tests.doubles import NEW, Hostile, Oracle, TreeOracle, drafted, fast, new_tokens
 from tests.tiny import EOS, VOCAB, model_of, prompt, shapes
 from visspec import tree as trees
-from visspec.api.processors import at_any_prefix
+from visspec.api.text.processors import at_any_prefix
 from visspec.distributions import argmax, draw, residual, topk
 from visspec.sampling import Gumbel, Uniform, process, warp
 from visspec.types import NodeProcessor, Request, Sampling

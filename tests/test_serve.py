@@ -36,10 +36,10 @@ from tests.doubles import refused
 from tests.grammars import SCHEMA, json_model, json_processor
 from visspec.api import loading
 from visspec.api.captions import prepare
-from visspec.api.completions import ChatBody, DrawingBody, refusal
 from visspec.api.schemas import JsonGrammars
-from visspec.api.server import Service, application
-from visspec.api.serving import StopTextFilter, TextWorker
+from visspec.api.server.app import Service, application
+from visspec.api.server.completions import ChatBody, DrawingBody, refusal
+from visspec.api.server.worker import StopTextFilter, TextWorker
 from visspec.io import included
 
 SHORT = 12

@@ -9,7 +9,7 @@ import visspec
 from tests.test_train import prompts
 from tests.tiny import model_of
 from tests.training_processes import pictures, run_of
-from visspec.api import train_drafter
+from visspec.api.training import drafter as train_drafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.train.capture import AnsweredRequest, capture, identity

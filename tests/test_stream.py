@@ -356,7 +356,7 @@ def test_levels_of_rows(monkeypatch):
 
 
 def test_options_read_once(monkeypatch):
-    from visspec.api import requests
+    from visspec.api.text import requests
 
     quick, calls, real = fast("llava", "none"), [], requests.of_generate
     entries = [{k: v for k, v in e.items() if k != "seed"} for e in prompts("llava", count=4)]  # six limits

@@ -72,7 +72,7 @@ def test_features_are_the_hidden_states():
 
     def take(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         own = logits_processor, stopping_criteria, generation_config
-        request = visspec.api.requests.build(input_ids, *own, model_kwargs)
+        request = visspec.api.text.requests.build(input_ids, *own, model_kwargs)
         with torch.no_grad():
             kept.append(target.prefill(request)[1])
         return input_ids

@@ -13,12 +13,13 @@ import visspec
 from tests.doubles import one_sentence, refused
 from tests.tiny import llama
 from visspec import registry
-from visspec.api import loading, self_prompts
-from visspec.api.accelerate import Accelerated, default_drafter
+from visspec.api import loading
 from visspec.api.captions import prepare, process_chats
 from visspec.api.sources import seed_of
-from visspec.api.train_options import DrafterTraining
-from visspec.api.training_data import TrainingData
+from visspec.api.text.accelerate import Accelerated, default_drafter
+from visspec.api.training import self_prompts
+from visspec.api.training.data import TrainingData
+from visspec.api.training.options import DrafterTraining
 from visspec.cli import arguments, caption, serve
 from visspec.cli.main import main
 from visspec.loop.stream import Answer
@@ -242,8 +243,8 @@ def test_a_text_model_sees_no_pictures(command, folder, capsys):
 
 def test_serve_answers_a_chat(folder):
     testclient = pytest.importorskip("fastapi.testclient", reason="the extra `serve` is not installed")
-    from visspec.api.server import Service, application
-    from visspec.api.serving import TextWorker
+    from visspec.api.server.app import Service, application
+    from visspec.api.server.worker import TextWorker
 
     model, tokenizer = loading.load(str(folder))
     worker = TextWorker("tiny", visspec.accelerate(model, "ngram"), tokenizer)

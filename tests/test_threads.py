@@ -16,7 +16,7 @@ from tests.doubles import Grower, stock
 from tests.tiny import llama, llava, model_of, prompt, shapes
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.lantern import Lantern, LanternPlus
-from visspec.api.images import ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
 from visspec.models.decoder import probe
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter

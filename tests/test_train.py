@@ -21,9 +21,10 @@ from tests.doubles import one_sentence
 from tests.tiny import model_of, prompt
 from tests.training_processes import pictures
 from visspec import registry
-from visspec.api import progress, train_drafter
-from visspec.api.drafter_structure import taus
-from visspec.api.train_drafter import request_of
+from visspec.api import progress
+from visspec.api.training import drafter as train_drafter
+from visspec.api.training.drafter import request_of
+from visspec.api.training.structure import taus
 from visspec.loop.decode import open_request
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import EagleDrafter

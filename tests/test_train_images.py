@@ -11,7 +11,7 @@ from tests.image_cases import llamagen_model
 from visspec import ImagePipeline, registry
 from visspec.accept.exact import Exact
 from visspec.api import sources
-from visspec.api import train_image_drafter as training
+from visspec.api.training import image_drafter as training
 from visspec.cli.main import main
 from visspec.io import included
 from visspec.models.distilled import drafter as distilled

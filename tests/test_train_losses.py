@@ -14,8 +14,8 @@ from tests.test_image_drafter import family, prompts
 from tests.test_image_drafter import request as image_request
 from tests.tiny import model_of, prompt
 from visspec.accept.rejection import Rejection
-from visspec.api.drafter_presets import of_preset
-from visspec.api.train_drafter import request_of
+from visspec.api.training.drafter import request_of
+from visspec.api.training.presets import of_preset
 from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.target import HFDecoder

@@ -16,7 +16,7 @@ from tests.parallel_target import captions
 from tests.tiny import model_of
 from tests.training_processes import pictures
 from visspec.api import loading
-from visspec.api.train_processes import workers
+from visspec.api.training.processes import workers
 from visspec.eval.report.training import write_page
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.train.loop import SingleProcess

@@ -11,13 +11,14 @@ import visspec
 from tests.doubles import one_sentence, tar_of
 from tests.test_videos import model as qwen
 from tests.test_videos import processor, write
-from visspec.api import self_prompts, train_drafter
 from visspec.api.captions import PROMPT, process_chats
-from visspec.api.conversations import conversation_of
-from visspec.api.self_prompts import opening
-from visspec.api.train_drafter import Prompts
-from visspec.api.train_options import DrafterTraining
-from visspec.api.training_data import Reader, TrainingData, read_media, shrink
+from visspec.api.training import drafter as train_drafter
+from visspec.api.training import self_prompts
+from visspec.api.training.conversations import conversation_of
+from visspec.api.training.data import Reader, TrainingData, read_media, shrink
+from visspec.api.training.drafter import Prompts
+from visspec.api.training.options import DrafterTraining
+from visspec.api.training.self_prompts import opening
 from visspec.models.decoder.target import HFDecoder
 from visspec.train.capture import AnsweredRequest, capture
 

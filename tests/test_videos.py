@@ -16,9 +16,9 @@ from tests import tiny
 from tests.doubles import one_sentence
 from tests.test_recurrent import qwen3_5_vl
 from tests.tiny_images import glm_processor, word_tokenizer
-from visspec.api.accelerate import accelerate
 from visspec.api.captions import Captions, process_batch
 from visspec.api.sources import records
+from visspec.api.text.accelerate import accelerate
 from visspec.cli.main import main
 from visspec.io.videos import Clip, read_clip
 from visspec.models.eagle.drafter import EagleDrafter

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from PIL import Image
 
 from tests.tiny import model_of, prompt
-from visspec.api import train_drafter
-from visspec.api import train_processes as workers
+from visspec.api.training import drafter as train_drafter
+from visspec.api.training import processes as workers
 from visspec.train.loop import SingleProcess, Trainer
 
 STOP = 6

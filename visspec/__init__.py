@@ -16,9 +16,9 @@ if _models is None or ((_root / "models" / "zoo").is_dir() and Path(str(_models.
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())  # silent until the application configures logging
 _PUBLIC = {
-    "accelerate": "visspec.api.accelerate",
-    "speculative": "visspec.api.accelerate",
-    "Accelerated": "visspec.api.accelerate",
+    "accelerate": "visspec.api.text.accelerate",
+    "speculative": "visspec.api.text.accelerate",
+    "Accelerated": "visspec.api.text.accelerate",
     "Exact": "visspec.accept.exact",
     "Rejection": "visspec.accept.rejection",
     "Typical": "visspec.accept.typical",
@@ -28,7 +28,7 @@ _PUBLIC = {
     "Cool": "visspec.accept.cool",
     "Local": "visspec.accept.local",
     "Captions": "visspec.api.captions",
-    "ImagePipeline": "visspec.api.images",
+    "ImagePipeline": "visspec.api.images.pipeline",
     "register": "visspec.registry",
     "Preset": "visspec.presets",
     "Acceptance": "visspec.types",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from visspec import registry, tree
-from visspec.api.accelerate import Accelerated, accelerate
+from visspec.api.text.accelerate import Accelerated, accelerate
 from visspec.distributions import Categorical, draw
 from visspec.types import Acceptance, Draft, Scores
 

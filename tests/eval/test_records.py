@@ -15,7 +15,7 @@ from tests import tiny, tiny_images
 from visspec.accept.exact import Exact
 from visspec.accept.lantern import Lantern
 from visspec.accept.rejection import Rejection
-from visspec.api.images import ORIGINS, ImagePipeline
+from visspec.api.images.pipeline import ORIGINS, ImagePipeline
 from visspec.cli import bench_caption as bench
 from visspec.cli import bench_image
 from visspec.cli.bench_image_quality import by_detector, judge, plain_setup

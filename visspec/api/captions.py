@@ -18,9 +18,9 @@ import torch
 from PIL.Image import Image
 from transformers import PreTrainedTokenizerBase
 
-from visspec.api import queueing
-from visspec.api.accelerate import Accelerated
 from visspec.api.sources import Record, seed_of
+from visspec.api.text import queueing
+from visspec.api.text.accelerate import Accelerated
 from visspec.io import included
 from visspec.io.checkpoint import first_line
 from visspec.io.images import MAX_PIXELS, read_image

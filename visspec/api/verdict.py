@@ -18,9 +18,9 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from visspec.api.accelerate import Accelerated
 from visspec.api.captions import chat_prompt, prepare
-from visspec.api.queueing import of_ids
+from visspec.api.text.accelerate import Accelerated
+from visspec.api.text.queueing import of_ids
 from visspec.types import Processor
 
 TEMPLATE = "{question}\n\nOthers who saw the picture said:\n{paths}\n\nDecide, and answer the question: {question}"

@@ -24,8 +24,8 @@ class Options(JsonOption, SamplingOptions, HardwareOptions):
 
 def run(arguments: Options) -> None:
     from visspec.api import verdict
-    from visspec.api.accelerate import accelerate
     from visspec.api.loading import load
+    from visspec.api.text.accelerate import accelerate
     from visspec.io.images import open_image
     from visspec.io.provenance import provenance
 

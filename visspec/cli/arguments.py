@@ -96,8 +96,8 @@ def sampling(max_new_tokens: int, temperature: float, top_k: int = 0, top_p: flo
 def load(options: ModelOptions, needs_pictures: bool = False) -> tuple[Any, Any]:
     """Load (accelerated model, processor or tokenizer) as in the options, see `loading.load`."""
     from visspec.api import loading
-    from visspec.api.accelerate import accelerate
     from visspec.api.captions import tokenizer_of
+    from visspec.api.text.accelerate import accelerate
 
     model, processor = loading.load(options.model, needs_pictures=needs_pictures, **options.hardware)
     how = {name: getattr(options, name) for name in ("acceptance", "preset", "batch_invariant")}

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, ProcessorMixin
 
-from visspec.api.accelerate import Accelerated, default_drafter
 from visspec.api.sources import Record, RecordStream
+from visspec.api.text.accelerate import Accelerated, default_drafter
 from visspec.cli.arguments import JsonOption
 from visspec.eval.bench.clock import seconds_of, waiter
 from visspec.eval.bench.paired import ArmRun, in_words, turns

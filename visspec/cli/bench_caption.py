@@ -14,8 +14,8 @@ from PIL import Image
 from rich.table import Table
 
 from visspec.api import loading, sources
-from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, default_prompt, prepare
+from visspec.api.text.accelerate import accelerate
 from visspec.cli import bench, bench_data
 from visspec.cli.arguments import SamplingOptions, TargetOptions
 from visspec.cli.bench import CaptionArm, Cell, ScenesOptions, StockCaptionArm, groups_of, measured_on, readable, table

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from visspec import registry
 from visspec.api import sources
-from visspec.api.images import ImageOutput, ImagePipeline
+from visspec.api.images.pipeline import ImageOutput, ImagePipeline
 from visspec.api.loading import resolve_device
 from visspec.cli.arguments import DrawingOptions
 from visspec.cli.bench import ScenesOptions, compilations, groups_of, measured_on, row_seeds

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from visspec import registry
-from visspec.api.images import ORIGINS, ImagePipeline
+from visspec.api.images.pipeline import ORIGINS, ImagePipeline
 from visspec.cli.generate import save
 from visspec.eval.metrics import features, fid, geneval, intervals, named, paired_kid
 from visspec.eval.metrics.features import FeatureExtractor, FeatureTable, RandomConv

@@ -20,8 +20,8 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2C
 
 from visspec import tree as trees
 from visspec.accept.exact import Exact
-from visspec.api.accelerate import Accelerated, accelerate
 from visspec.api.loading import resolve_device
+from visspec.api.text.accelerate import Accelerated, accelerate
 from visspec.cli.bench import BenchOptions, Cell, table
 from visspec.distributions import categorical
 from visspec.eval.bench import paired as speed

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from visspec.api import loading, sources
-from visspec.api.accelerate import accelerate
 from visspec.api.captions import prepare
+from visspec.api.text.accelerate import accelerate
 from visspec.cli import bench
 from visspec.cli.arguments import SamplingOptions
 from visspec.cli.bench import BenchOptions, CaptionArm, Cell, StockCaptionArm, in_turns, measured_on, table

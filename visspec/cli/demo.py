@@ -105,8 +105,8 @@ def caption_section(name: str, count: int, console: Console) -> Section:
     from rich.text import Text
 
     from visspec.api import loading
-    from visspec.api.accelerate import accelerate
     from visspec.api.captions import PROMPT, prepare
+    from visspec.api.text.accelerate import accelerate
     from visspec.eval.bench.clock import seconds_of
     from visspec.eval.report.images import data_uri
     from visspec.io import included
@@ -139,7 +139,7 @@ def draw_pictures(console: Console) -> Section:
 
     from visspec import registry
     from visspec.api.grid import origin_image
-    from visspec.api.images import ImagePipeline
+    from visspec.api.images.pipeline import ImagePipeline
     from visspec.eval.bench.clock import seconds_of
     from visspec.eval.bench.paired import geometric_mean, in_words
     from visspec.eval.report.images import data_uri

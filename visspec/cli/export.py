@@ -15,7 +15,7 @@ class Options(HardwareOptions):
 
 
 def run(arguments: Options) -> None:
-    from visspec.api.drafter_export import export
+    from visspec.api.training.export import export
 
     name = export(arguments.folder, arguments.form, arguments.out, arguments.target, **arguments.hardware)
     print(f"{arguments.out}: {arguments.form}, a drafter for {name}")

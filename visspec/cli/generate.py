@@ -14,7 +14,7 @@ from visspec.io.options import Positive, option
 if TYPE_CHECKING:
     from PIL import Image
 
-    from visspec.api.images import ImageOutput, ImagePipeline
+    from visspec.api.images.pipeline import ImageOutput, ImagePipeline
 
 CHOSEN = ("drafter", "acceptance", "order")
 MEASURED = ("guarantee", "drift_per_token")  # figures of the batch of an image
@@ -114,7 +114,7 @@ def read_prompts(arguments: Options) -> list[str]:
 
 
 def pipeline(arguments: Options) -> ImagePipeline:
-    from visspec.api.images import ImagePipeline
+    from visspec.api.images.pipeline import ImagePipeline
 
     chosen = {name: value for name in CHOSEN if (value := getattr(arguments, name)) is not None}
     chosen |= {name: value for name in ("preset", "batch_invariant") if (value := getattr(arguments, name))}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from visspec.api import distributed, sources
-from visspec.api.images import ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
 from visspec.api.sources import Record, seed_of
 from visspec.cli.arguments import is_picture
 from visspec.cli.caption_records import RecordRun

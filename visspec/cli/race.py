@@ -15,10 +15,10 @@ from PIL import Image, ImageDraw
 from transformers.generation.streamers import BaseStreamer
 
 from visspec.api import loading
-from visspec.api.accelerate import accelerate
 from visspec.api.captions import PROMPT, prepare
 from visspec.api.grid import MARGIN, font_of
-from visspec.api.images import ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
+from visspec.api.text.accelerate import accelerate
 from visspec.cli.demo import FIRST, PAINTERS, PRESET, captioner_of
 from visspec.io import included
 from visspec.loop.stats import COLOURS, text_pieces

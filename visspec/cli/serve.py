@@ -38,9 +38,9 @@ def run(arguments: Options) -> int:
     if arguments.batch_invariant and arguments.prefix_cache:
         raise ValueError("--prefix-cache: got it with --batch-invariant. Leave one of them out.")
     _, _, uvicorn = (need(package, "serve", "serve") for package in ("fastapi", "openai", "uvicorn"))
-    from visspec.api.images import ImagePipeline
-    from visspec.api.server import LOCAL, Service, application
-    from visspec.api.serving import TextWorker
+    from visspec.api.images.pipeline import ImagePipeline
+    from visspec.api.server.app import LOCAL, Service, application
+    from visspec.api.server.worker import TextWorker
     from visspec.io import included
 
     family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET

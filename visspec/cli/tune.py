@@ -15,8 +15,8 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec import presets, registry
 from visspec.api import loading, sources
-from visspec.api.accelerate import accelerate, default_drafter
 from visspec.api.captions import default_prompt, prepare
+from visspec.api.text.accelerate import accelerate, default_drafter
 from visspec.cli.arguments import SamplingOptions, TargetOptions
 from visspec.cli.bench import BenchOptions, CaptionArm, groups_of, measured_on, readable, table
 from visspec.cli.bench_text import read_prompts

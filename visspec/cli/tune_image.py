@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from visspec import registry
 from visspec.api import sources
-from visspec.api.images import ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
 from visspec.cli.bench import Cell, table
 from visspec.cli.bench_image import as_arguments, bench, fitting
 from visspec.cli.tune import FIGURES, FINALISTS, PAYS

@@ -21,7 +21,7 @@ from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from visspec.api import loading
 from visspec.api.captions import PROMPT, PROMPT_OF_OTHERS, prepare
-from visspec.api.self_prompts import opening, user_turn
+from visspec.api.training.self_prompts import opening, user_turn
 from visspec.cli.bench_text import read_prompts
 from visspec.toys.world.captions import NUMBERS, PLACES
 from visspec.toys.world.palette import COLOURS

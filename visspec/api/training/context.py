@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from visspec.api import loading, requests
-from visspec.api.accelerate import accelerate
+from visspec.api import loading
 from visspec.api.captions import prepare
-from visspec.api.train_drafter import check_out
+from visspec.api.text import requests
+from visspec.api.text.accelerate import accelerate
+from visspec.api.training.drafter import check_out
 from visspec.io.provenance import provenance
 from visspec.models.lookup.context import ContextDrafter
 from visspec.models.lookup.successors import successors

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from visspec.api import requests
+from visspec.api.text import requests
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stream import Answer, Stream
 from visspec.models.decoder import probe

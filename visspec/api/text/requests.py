@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
-from visspec.api.processors import at_any_prefix
+from visspec.api.text.processors import at_any_prefix
 from visspec.models.attention.slot_layers import CACHE, CACHE_NAMES
 from visspec.types import Processor, Request, Sampling, State, Tokenizer
 

@@ -19,16 +19,18 @@ from torch import Tensor
 
 from visspec import registry
 from visspec.accept.exact import Exact
-from visspec.api import drafter_export, requests, self_prompts
 from visspec.api import loading as targets
 from visspec.api.captions import default_prompt, move_inputs, process_chats, tokenizer_of
-from visspec.api.conversations import Message
-from visspec.api.drafter_presets import check_preset, focused_state, frequent, of_preset
-from visspec.api.drafter_structure import LEAST, MOST, TOKENS, choose, name_of, taus
 from visspec.api.progress import Progress
-from visspec.api.train_options import DrafterTraining
-from visspec.api.train_processes import workers
-from visspec.api.training_data import Item, Reader, TrainingData
+from visspec.api.text import requests
+from visspec.api.training import export as drafter_export
+from visspec.api.training import self_prompts
+from visspec.api.training.conversations import Message
+from visspec.api.training.data import Item, Reader, TrainingData
+from visspec.api.training.options import DrafterTraining
+from visspec.api.training.presets import check_preset, focused_state, frequent, of_preset
+from visspec.api.training.processes import workers
+from visspec.api.training.structure import LEAST, MOST, TOKENS, choose, name_of, taus
 from visspec.eval.report import training
 from visspec.io.checkpoint import CONFIG, read_json
 from visspec.io.provenance import provenance

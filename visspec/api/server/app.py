@@ -29,9 +29,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from visspec.api.completions import ChatBody, DrawingBody, RequestError, refusal
-from visspec.api.images import ImagePipeline
-from visspec.api.serving import Part, Tell, TextWorker
+from visspec.api.images.pipeline import ImagePipeline
+from visspec.api.server.completions import ChatBody, DrawingBody, RequestError, refusal
+from visspec.api.server.worker import Part, Tell, TextWorker
 
 LOCAL = ("127.0.0.1", "localhost", "::1")
 HOST = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:[0-9]*)?", re.IGNORECASE)

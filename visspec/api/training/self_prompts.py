@@ -14,13 +14,13 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from visspec.api.accelerate import accelerate
 from visspec.api.captions import chat_text, move_inputs, process_chats, tokenizer_of
-from visspec.api.drafter_export import say
 from visspec.api.progress import Progress
 from visspec.api.sources import seed_of
-from visspec.api.train_options import DrafterTraining
-from visspec.api.training_data import of_files, read_media
+from visspec.api.text.accelerate import accelerate
+from visspec.api.training.data import of_files, read_media
+from visspec.api.training.export import say
+from visspec.api.training.options import DrafterTraining
 from visspec.io.files import Journal
 
 COUNT = 2000

@@ -19,10 +19,10 @@ from torch import nn
 from tqdm import tqdm
 
 from visspec import registry
-from visspec.api import image_call, requests, saving
-from visspec.api.accelerate import check_eager, own_rule
-from visspec.api.image_call import ORIGINS as ORIGINS
-from visspec.api.image_call import (
+from visspec.api import saving
+from visspec.api.images import call as image_call
+from visspec.api.images.call import ORIGINS as ORIGINS
+from visspec.api.images.call import (
     ImageBatch,
     ImageJob,
     ImageOutput,
@@ -33,6 +33,8 @@ from visspec.api.image_call import (
     pass_numbers,
 )
 from visspec.api.loading import load_diffusers, load_image_model
+from visspec.api.text import requests
+from visspec.api.text.accelerate import check_eager, own_rule
 from visspec.io import included
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import DecodingSetup, build_setup
@@ -80,7 +82,7 @@ class ImagePipeline:
             precedence.
         debug: As in `visspec.accelerate`.
         batch_invariant: As in `visspec.accelerate`, in raster order. With vectors, maps or relaxed rules, images are
-            drawn one at a time.
+            drawn one at a time; maps take drafts in float32 only.
 
     Raises:
         ValueError: If the parts are incompatible.
@@ -389,6 +391,11 @@ class ImagePipeline:
         )
         if self.batch_invariant and not setup.order.raster:
             raise ValueError(f"batch_invariant: got the order {setup.order.name}, expected raster.")
+        half = self.model.dtype in (torch.bfloat16, torch.float16)
+        if self.batch_invariant and half and self.family.draws == "maps" and setup.drafter is not None:
+            raise ValueError(
+                f"batch_invariant: got drafts of maps in {self.model.dtype}, which change codes. Pass drafter=None."
+            )
         return setup
 
     def _drafter(self, spec) -> tuple[Any, str]:

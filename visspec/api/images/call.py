@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from visspec.api import requests
+from visspec.api.text import requests
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import COLOURS, Stats
 from visspec.models.image_codes.families import prompt_of
@@ -24,7 +24,7 @@ from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, Order, Processor, Sampling, State, Trace
 
 if TYPE_CHECKING:
-    from visspec.api.images import ImagePipeline
+    from visspec.api.images.pipeline import ImagePipeline
 
 ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")

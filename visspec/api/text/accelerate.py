@@ -17,8 +17,9 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from visspec import registry
-from visspec.api import queueing, requests, saving
+from visspec.api import saving
 from visspec.api.loading import load_saved
+from visspec.api.text import queueing, requests
 from visspec.io import hub
 from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.loop.setup import DecodingSetup, build_setup

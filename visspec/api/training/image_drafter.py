@@ -14,11 +14,11 @@ import torch
 
 from visspec import registry
 from visspec.accept.exact import Exact
-from visspec.api import drafter_export, sources
-from visspec.api.drafter_presets import check_preset
-from visspec.api.drafter_structure import measure
-from visspec.api.images import ImagePipeline
-from visspec.api.train_drafter import (
+from visspec.api import sources
+from visspec.api.images.pipeline import ImagePipeline
+from visspec.api.training import export as drafter_export
+from visspec.api.training.data import HELD_OUT
+from visspec.api.training.drafter import (
     check_out,
     device_of,
     fresh_or_resumed,
@@ -30,7 +30,8 @@ from visspec.api.train_drafter import (
     split,
     train,
 )
-from visspec.api.training_data import HELD_OUT
+from visspec.api.training.presets import check_preset
+from visspec.api.training.structure import measure
 from visspec.io import included
 from visspec.io.provenance import provenance
 from visspec.loop.decode import decode

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from visspec.api import sources
 from visspec.api.captions import PROMPT
-from visspec.api.conversations import ArchiveMember, Conversation, Media, conversation_of
+from visspec.api.training.conversations import ArchiveMember, Conversation, Media, conversation_of
 from visspec.io import images
 from visspec.io.checkpoint import first_line
 from visspec.io.files import loads

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from visspec.api.accelerate import Accelerated
 from visspec.api.captions import move_inputs, process_chats, tokenizer_of
-from visspec.api.completions import ChatBody, RequestError
 from visspec.api.schemas import JsonGrammars
+from visspec.api.server.completions import ChatBody, RequestError
+from visspec.api.text.accelerate import Accelerated
 from visspec.io.images import MAX_PIXELS
 from visspec.loop.stream import Answer
 from visspec.models.decoder.prefix import PrefixCache

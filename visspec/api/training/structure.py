@@ -14,8 +14,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from visspec import registry
-from visspec.api.accelerate import accelerate
-from visspec.api.drafter_export import say
+from visspec.api.text.accelerate import accelerate
+from visspec.api.training.export import say
 from visspec.eval.bench import paired
 from visspec.eval.bench.clock import seconds_of, waiter
 from visspec.io.checkpoint import CONFIG, read_json
