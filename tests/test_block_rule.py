@@ -17,7 +17,7 @@ from visspec import registry, sampling, tree
 from visspec.accept import block
 from visspec.accept.block import Block, RoundNoise
 from visspec.distributions import Categorical, residual
-from visspec.models.drafting import structure
+from visspec.models.drafting import base
 from visspec.types import Scores
 
 V, FRESH = 5, Chain.depth  # so many positions are dropped after a round: all that were read
@@ -39,7 +39,7 @@ def blocks(p, committed, draft, chances=block.chances):
 
 @pytest.fixture
 def unwarped(monkeypatch):
-    for module in (sampling, structure):
+    for module in (sampling, base):
         monkeypatch.setattr(module, "warp", lambda logits, sampling: logits)  # in float64
 
 

@@ -13,8 +13,8 @@ from tests.tiny import llama, model_of, prompt, shapes
 from visspec import registry
 from visspec import tree as trees
 from visspec.models.decoder.small_model import SmallModel
+from visspec.models.drafting import base as values
 from visspec.models.drafting import static_tree as feature_tree
-from visspec.models.drafting import structure as values
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.testing import check_drafter
 from visspec.types import DraftLengthPolicy

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch import nn
 from transformers import PreTrainedModel
 
-from visspec.models.drafting.structure import Chain
+from visspec.models.drafting.base import Chain
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 FORGET = 0.98

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from visspec import tree as trees
 from visspec.models.decoder.target import content_ids, text_sizes
+from visspec.models.drafting.base import Chain
 from visspec.models.drafting.published_config import check_verifier_named
-from visspec.models.drafting.structure import Chain
 from visspec.models.eagle import export
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import COMPRESSED, EagleConfig

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from visspec import tree as trees
 from visspec.grammar import fixed_ids
 from visspec.models.drafting import static_tree as feature_tree
-from visspec.models.drafting.structure import Chain
+from visspec.models.drafting.base import Chain
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.image_head import ImageHead, ImageHeadConfig
