@@ -11,7 +11,7 @@ from scipy import stats
 from visspec import tree as trees
 from visspec.accept import denoise
 from visspec.accept.coupled import Coupled
-from visspec.accept.couplings import candidate_coupling, reflection_coupling
+from visspec.accept.denoise import candidate_coupling, reflection_coupling
 from visspec.accept.surrogate import Surrogate
 from visspec.distributions import Denoising, DenoisingSteps, Trajectory
 from visspec.loop.decode import VectorBuffer, decode

@@ -17,7 +17,7 @@ from torch import Tensor
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Categorical
-from visspec.types import FREE, Draft, RowProcessor, State
+from visspec.types import FREE, Draft, State
 
 MOST_FORCED = 64  # maximum number of forced tokens in a row's draft
 
@@ -60,9 +60,8 @@ def draft_forced(state: State) -> Draft | None:
 def forced_tokens(state: State, row: int) -> list[int]:
     """Return the tokens that must follow those of a row, up to its end or the first choice."""
     own, index = state.request.of(row)
-    processors = [each for each in own.sampling.processors if isinstance(each, RowProcessor)]
     run: list[int] = []
-    if not processors:
+    if not (processors := own.sampling.row_processors):
         return run
     ids = state.output.ids(row)[0].tolist()
     while len(run) < min(state.room(row) - 1, MOST_FORCED) and not (run and run[-1] in own.eos):

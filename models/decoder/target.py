@@ -36,7 +36,7 @@ from visspec.models.attention.slot_layers import (
     state_modules,
 )
 from visspec.models.decoder import invariant, probe
-from visspec.models.decoder.layer_subset import LayerSubset
+from visspec.models.decoder.layer_skip import LayerSubset
 from visspec.models.layers import depth
 from visspec.models.runner.compiled import CompiledPasses, compiled_passes
 from visspec.models.runner.graphs import GraphedForward, graphed_forward
@@ -247,7 +247,7 @@ class HFDecoder(Target):
         return Scores(Categorical(process(logits, draft, state)), features, aux)
 
     def law(self, request: Request) -> Callable[[Tensor], Tensor] | None:
-        if not self.head_states or request.has_processors:
+        if not self.head_states or any(own.processors for own in request.samplings):
             return None
         text, head, sampling = self.model.config.get_text_config(), self.model.get_output_embeddings(), request.sampling
         scale = 1.0 / (getattr(text, "logits_scaling", None) or 1.0)

@@ -29,7 +29,8 @@ from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.layer import FeatureMemory, head_logits, stored_rows
 from visspec.models.eagle.levels import CompiledDrafter, GraphedDrafter, ahead
-from visspec.types import Draft, Scores, State, TrainingBatch
+from visspec.train.batches import TrainingBatch
+from visspec.types import Draft, Scores, State
 
 SEEN = ("slots", "embeddings", *COMPRESSED)  # values of `images` that take the target's input embeddings
 OWN = {  # defaults when no `fusion` is requested: ViSpec's form with norms

@@ -33,7 +33,8 @@ from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead, turns, turns_at
 from visspec.models.eagle.layer import DraftLayer, FeatureMemory, FoldedLayer, head_logits
-from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Prediction, Scores, State, TrainingBatch, Verdict
+from visspec.train.batches import Prediction, TrainingBatch
+from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
 GROWING = threading.Lock()  # a shorter table must never replace a longer one
 

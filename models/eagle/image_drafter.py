@@ -29,19 +29,8 @@ from visspec.models.image_codes.drafting import IMPOSSIBLE, ImageNetworkDrafter,
 from visspec.models.image_codes.target import Family, ImageAR
 from visspec.models.jacobi.drafter import Front, Jacobi, Window
 from visspec.sampling import Gumbel, warp
-from visspec.types import (
-    FREE,
-    OWN,
-    Draft,
-    Outcome,
-    Prediction,
-    Request,
-    Scores,
-    State,
-    Structure,
-    TrainingBatch,
-    Verdict,
-)
+from visspec.train.batches import Prediction, TrainingBatch
+from visspec.types import FREE, OWN, Draft, Outcome, Request, Scores, State, Structure, Verdict
 
 TREES = ("chain", "dynamic", "static")
 AHEAD = 2  # window places that the network drafts

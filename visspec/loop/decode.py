@@ -72,7 +72,8 @@ def advance(
     """Run one round of all live rows."""
     trace = state.trace
     with stage(trace, "draft"):
-        forced = grammar.draft_forced(state) if state.request.has_processors else None
+        forces = any(own.row_processors for own in state.request.samplings)
+        forced = grammar.draft_forced(state) if forces else None
         depth = length_policy.depth(state) if forced is None and drafter is not None and state.drafting else 0
         draft = (
             drafter.propose(state, depth)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec.types import Rollout, TrainedDrafter, TrainingBatch
+from visspec.train.batches import Rollout, TrainedDrafter, TrainingBatch
 
 if TYPE_CHECKING:
     from visspec.train.options import TrainingOptions  # imports this module

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from visspec.io.checkpoint import read_json
 from visspec.io.files import replacing, write_json
+from visspec.train.batches import TrainingBatch
 from visspec.train.capture import identity
-from visspec.types import TrainingBatch
 
 SETTINGS = "store.json"
 NUMBERS = ("prompt_length", "lengths", "width", "reach")  # fields of a batch that are not tensors
