@@ -152,7 +152,10 @@ class HFDecoder(Target):
         if self.widths is not None and (rows > 1 or (attention is not None and not bool(attention.all()))):
             return invariant.prefill(self, request)
         self._check_request(request, length)
-        cache = self._open_cache(request, length)
+        moves = bool(request.each) or (self.recorder is not None and self.recorder.due(request))
+        cache = self.cache(rows, request.max_new_tokens, lean=moves)
+        cache.slots.open(length, self.device)
+        self.open(cache.slots)
         inputs[self._prepared_cache] = cache
         arguments = self.model.prepare_inputs_for_generation(request.prompt, is_first_iteration=True, **inputs)
         dropped = inputs.get("position_ids") is not None and arguments.get("position_ids") is None
@@ -197,17 +200,12 @@ class HFDecoder(Target):
     def cache(self, rows: int, answer: int = 0, lean: bool = False) -> SlotLayers:
         return SlotLayers(rows, answer, lean, state_layers(self.model.config) if self.states else None)
 
-    def _open_cache(self, request: Request, length: int) -> SlotLayers:
-        """Return a cache for a prompt of `length` slots, and prepare compiled or recorded passes."""
-        recorder = self.recorder
-        lean = bool(request.each) or (recorder is not None and recorder.due(request))  # its rows will move
-        cache = self.cache(len(request.prompt), request.max_new_tokens, lean)
-        cache.slots.open(length, self.device)
+    def open(self, slots: SlotCache) -> None:
+        """Prepare compiled or recorded passes for a request, before its prefill."""
         if self.passes is not None:
-            self.passes.open(cache.slots)
-        if recorder is not None:
-            recorder.open()
-        return cache
+            self.passes.open(slots)
+        if self.recorder is not None:
+            self.recorder.open()
 
     def _check_request(self, request: Request, length: int) -> None:
         for name in CROSS_ATTENDED:
