@@ -104,7 +104,8 @@ class SlotCache:
     def open(self, nodes: int, device: torch.device | str) -> int:
         """Start a pass that writes `nodes` slots per row. Returns its extent, the number of slots it attends to."""
         self.nodes, self._start = nodes, self.length
-        self._extent = self.length + nodes if self.extents is None else self.extents(self.length + nodes)
+        needed = self._start + nodes
+        self._extent = needed if self.extents is None else self.extents(needed)
         self._slots = None
         if self.apart:
             self._slots = to_device(self.lengths, device)[:, None] + torch.arange(nodes, device=device)

@@ -29,9 +29,7 @@ Ends = Callable[[Tensor, Tensor, "DenoisingSteps"], Tensor]
 
 
 class Distribution:
-    """Base class. `width`: maximum random numbers per sample; `drafts`: type of the drafts' distributions."""
-
-    drafts: type[Distribution]
+    """Base class. `width`: maximum random numbers per sample."""
 
     @property
     def width(self) -> int:
@@ -96,10 +94,6 @@ class Categorical(Distribution):
         assert known is not None
         return known.shape[-1]
 
-    def at(self, ids: Tensor) -> Tensor:
-        """Return the probability of an id (...) under each distribution (...)."""
-        return self.p.gather(-1, ids[..., None])[..., 0]
-
     @classmethod
     def chain(cls, distributions: Sequence[Categorical]) -> Categorical:
         """Stack the distributions (B, V) of a chain's levels to (B, 1 + levels, V). The root's entry is unused."""
@@ -125,9 +119,6 @@ class Categorical(Distribution):
         drawn = q.gather(-1, value[..., None])[..., 0] > 0
         lawful = q.isfinite().all(dim=-1) & (q >= 0).all(dim=-1) & sums & drawn
         return Categorical(p=torch.where(lawful[..., None], q, 0.0)), lawful
-
-
-Categorical.drafts = Categorical
 
 
 def categorical(distribution: Distribution) -> Categorical:
@@ -370,9 +361,6 @@ class Trajectory(Distribution):
         return self, lawful_BN
 
 
-Denoising.drafts = Trajectory
-
-
 def denoising(distribution: Distribution) -> Denoising:
     """Cast a distribution to `Denoising`. `setup.check` has checked the type."""
     return cast(Denoising, distribution)
@@ -427,9 +415,6 @@ class Maps(Distribution):
         sound = ~(logits.isnan() | logits.isposinf()).any(dim=-1)
         lawful_BN = ((drawn & sound) | ~self.real).all(dim=-1)
         return Maps(torch.where(lawful_BN[..., None, None], logits, 0.0), self.count), lawful_BN
-
-
-Maps.drafts = Maps
 
 
 def maps(distribution: Distribution) -> Maps:

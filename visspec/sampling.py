@@ -383,9 +383,5 @@ def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Catego
     Without noise this is the argmax. Otherwise `BufferedNoise.draft` returns either a point mass, the argmax under the
     noise of the position, or a real sample with its distribution.
     """
-    return sample_distribution(Categorical(warp(logits_BV, state.request.sampling)), state, level)
-
-
-def sample_distribution(distribution: Categorical, state: State, level: int) -> tuple[Tensor, Categorical | None]:
-    """Like `propose`, for a `Categorical`."""
-    return (argmax(distribution.logits), None) if state.noise is None else state.noise.draft(distribution, level)
+    logits_BV = warp(logits_BV, state.request.sampling)
+    return (argmax(logits_BV), None) if state.noise is None else state.noise.draft(Categorical(logits_BV), level)

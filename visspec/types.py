@@ -324,10 +324,6 @@ class State:
         return self.trace.calls
 
     @property
-    def live(self) -> bool:
-        return bool(self.rows)
-
-    @property
     def budget(self) -> int:
         """The largest number of tokens that any live row may still emit."""
         return max(map(self.room, self.rows))

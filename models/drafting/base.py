@@ -20,7 +20,7 @@ from visspec import tree as trees
 from visspec.cache import gather_rows, to_device
 from visspec.distributions import Categorical
 from visspec.models.drafting import static_tree as feature_tree
-from visspec.sampling import sample_distribution, warp
+from visspec.sampling import propose, warp
 from visspec.types import OWN, Draft, Drafter, Outcome, Scores, State, Structure, Verdict
 
 TREES = ("chain", "dynamic", "opt", "eagle")
@@ -35,7 +35,7 @@ class Chain:
 
     def __init__(self, state: State, confidence: float = 0.0):
         self.state, self.confidence = state, confidence
-        self.sampling, self.noise, self.pending = state.request.sampling, state.noise, state.pending
+        self.noise, self.pending = state.noise, state.pending
         self.greedy = self.noise is None  # warping does not change the argmax
         self.tokens: list[Tensor] = []
         self.distributions: list[Categorical] = []
@@ -52,7 +52,7 @@ class Chain:
         if self.greedy:
             self.tokens.append(logits_BV.argmax(dim=-1))
             return self.tokens[-1]
-        token_B, q = sample_distribution(Categorical(warp(logits_BV, self.sampling)), self.state, len(self.tokens))
+        token_B, q = propose(logits_BV, self.state, len(self.tokens))
         self.tokens.append(token_B)
         if q is not None:
             self.distributions.append(q)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,8 +38,6 @@ from visspec.types import (
     Verdict,
 )
 
-Part = TypeVar("Part")
-
 
 @torch.inference_mode()
 def decode(
@@ -49,7 +47,7 @@ def decode(
     target are raised. If the drafter fails, its draft is empty (`loop.safe_drafter`).
     """
     state = start(target, drafter, rule, request)
-    while state.live:
+    while state.rows:
         advance(state, target, drafter, rule, length_policy)
         retire(state, target, drafter)
         if request.on_round is not None:
@@ -60,7 +58,7 @@ def decode(
 def start(target: Target, drafter: Drafter | None, rule: Acceptance, request: Request) -> State:
     """Prefill the target and the drafter, and draw the first token of every row."""
     state, scores = open_request(target, rule, request)
-    if drafter is not None and state.live:
+    if drafter is not None and state.rows:
         with stage(state.trace, "draft_prefill"):
             drafter.start(state, scores)
     return state
@@ -81,8 +79,8 @@ def advance(
             else forced or trees.empty_draft(state.pending)
         )
         levels = draft.tree.levels
-        if levels:
-            draft = trees.pad(draft, length_policy.pad(state, draft.tree.size), state.budget - 1)
+        if levels and (size := length_policy.pad(state, draft.tree.size)) > draft.tree.size:
+            draft = trees.pad(draft, size, state.budget - 1)
     trace.nodes = draft.tree.size
     with stage(trace, "verify"):
         scores = target.verify(state, draft)
@@ -126,49 +124,32 @@ def open_request(target: Target, rule: Acceptance, request: Request) -> tuple[St
     return state, scores
 
 
-class Columns(NamedTuple, Generic[Part]):
-    """What a round copies to the host: integer tensors (B, *), or the lists of one row."""
-
-    length: Part  # length of the path
-    path: Part
-    real: Part  # which nodes are real; empty if all are
-    parent: Part  # parents of the nodes; empty for a chain
-    values: Part  # values of the nodes, in the form of the output buffer
-    following: Part  # value of the next node
-
-
-def columns(state: State, draft: Draft, verdict: Verdict) -> Columns[Tensor]:
-    """Return the tensors that a round copies to the host."""
-    tree, nothing = draft.tree, verdict.path[:, :0]
-    return Columns(
-        verdict.length[:, None],
-        verdict.path,
-        nothing if draft.real is None else draft.real,
-        nothing if tree.chain else tree.parent.expand(len(state.rows), -1),
-        *state.output.columns(draft, verdict),
-    )
-
-
 def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outcome:
     """Copy the verdict to the host (the round's only synchronisation) and append new tokens up to a stop."""
-    tree, output, origin = draft.tree, state.output, state.trace.origin
-    parts = columns(state, draft, verdict)
-    ends = [0, *accumulate([part.shape[1] for part in parts])]
+    tree, output, origin, nothing = draft.tree, state.output, state.trace.origin, verdict.path[:, :0]
+    parts = (
+        verdict.length[:, None],
+        verdict.path,
+        nothing if draft.real is None else draft.real,  # nothing if all nodes are real
+        nothing if tree.chain else tree.parent.expand(len(state.rows), -1),
+        *output.columns(draft, verdict),
+    )
+    ends = [0, *accumulate(part.shape[1] for part in parts)]
     outcome, had_rejection, state.trace.chain = Outcome(path=[], tokens=[]), [], []
     for b, numbers in enumerate(torch.cat(parts, dim=1).tolist()):
-        host = Columns(*[numbers[i:j] for i, j in pairwise(ends)])
-        path = host.path[: host.length[0]]
+        (length,), path, real, parent, values, following = (numbers[i:j] for i, j in pairwise(ends))
+        path = path[:length]
         end, row = path[-1], state.rows[b]
-        below = range(end + 1, tree.size)[:1] if tree.chain else children(host.parent, end)
-        state.trace.chain.append(len(path) if tree.chain else first_children(host.parent, path))
-        new_tokens = output.new_tokens(row, path, host.values, host.following)
-        had_rejection.append(any([host.real[n] for n in below]) if host.real else len(below) > 0)
+        below = range(end + 1, tree.size)[:1] if tree.chain else children(parent, end)
+        state.trace.chain.append(len(path) if tree.chain else first_children(parent, path))
+        new_tokens = output.new_tokens(row, path, values, following)
+        had_rejection.append(any([real[n] for n in below]) if real else len(below) > 0)
         last = "corrected" if had_rejection[b] else "bonus" if len(path) > 1 else "plain"
         count = output.append(row, new_tokens)
         origin[row] += [*["drafted"] * (len(path) - 1), last][:count]
         output.record(row, b, path, count, scores)
         outcome.path.append(path)
-        offered = sum(host.real[1:]) if host.real else tree.size - 1
+        offered = sum(real[1:]) if real else tree.size - 1
         outcome.draft_lengths.append(offered if tree.chain else tree.levels)
         outcome.tokens.append(new_tokens)
     if verdict.drift is not None:
