@@ -298,7 +298,7 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
     only warped.
     """
     sampling, rows = state.request.sampling, len(state.rows)
-    if not any(own.processors for own in state.request.samplings):
+    if not any([own.processors for own in state.request.samplings]):
         return warp(logits_BNV, sampling, uncond_BNV)
     logits_BNV = warp(logits_BNV, replace(sampling, temperature=0.0), uncond_BNV).clone()
     path_BND = trees.paths(draft.tree).expand(rows, -1, -1)

@@ -260,7 +260,7 @@ class HFDecoder(Target):
 
         return law
 
-    def _eager(self, state: State, draft: Draft) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _eager(self, state: State, draft: Draft) -> tuple[Any, Tensor | None, Tensor | None]:
         """Return logits, features and head states (B, N) of a pass without a CUDA graph."""
         model = self.model
         if self.passes is not None:
@@ -270,9 +270,12 @@ class HFDecoder(Target):
             (output, seen), own_BN = self._pass(model, state, draft), None
         else:
             (output, seen), own_BN = past.run(functools.partial(self._pass, model), state, draft, self.state_modules)
-        outputs = self.features(output, seen), seen["last_hidden_state"] if self.head_states else None
-        features, states = (None if values is None else _of(values, own_BN)[:, :size] for values in outputs)
-        return _of(output.logits, own_BN)[:, :size], features, states
+        states = seen["last_hidden_state"] if self.head_states else None
+        outputs = [output.logits, self.features(output, seen), states]
+        if own_BN is not None:
+            outputs = [None if x is None else gather_rows(x, own_BN) for x in outputs]
+        logits, features, states = [None if x is None else x[:, :size] for x in outputs]
+        return logits, features, states
 
     def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
         slots: SlotCache = state.cache.slots
@@ -373,13 +376,6 @@ class HFDecoder(Target):
         states, before_norm = output.hidden_states, depth(self.model) + 1
         chosen = [seen["before_norm"] if i == before_norm else states[i] for i in layers]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
-
-
-def _of(values_BTX: Tensor, at_BN: Tensor | None) -> Tensor:
-    """Gather entries of a pass by index, (B, N, X); with None, return all of them."""
-    if at_BN is None:
-        return values_BTX
-    return gather_rows(values_BTX, at_BN)
 
 
 def _last_position(positions: Tensor) -> Tensor:

@@ -70,7 +70,7 @@ def advance(
     """Run one round of all live rows."""
     trace = state.trace
     with stage(trace, "draft"):
-        forces = any(own.row_processors for own in state.request.samplings)
+        forces = any([own.row_processors for own in state.request.samplings])
         forced = grammar.draft_forced(state) if forces else None
         depth = length_policy.depth(state) if forced is None and drafter is not None and state.drafting else 0
         draft = (
@@ -134,10 +134,10 @@ def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) 
         nothing if tree.chain else tree.parent.expand(len(state.rows), -1),
         *output.columns(draft, verdict),
     )
-    ends = [0, *accumulate(part.shape[1] for part in parts)]
+    ends = [0, *accumulate([part.shape[1] for part in parts])]
     outcome, had_rejection, state.trace.chain = Outcome(path=[], tokens=[]), [], []
     for b, numbers in enumerate(torch.cat(parts, dim=1).tolist()):
-        (length,), path, real, parent, values, following = (numbers[i:j] for i, j in pairwise(ends))
+        (length,), path, real, parent, values, following = [numbers[i:j] for i, j in pairwise(ends)]
         path = path[:length]
         end, row = path[-1], state.rows[b]
         below = range(end + 1, tree.size)[:1] if tree.chain else children(parent, end)
