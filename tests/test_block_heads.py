@@ -24,7 +24,7 @@ from visspec.models.drafting.structure import Chain
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.sampling import Uniform
 from visspec.train.capture import capture
-from visspec.train.losses import Step
+from visspec.train.loop import Step
 from visspec.train.options import TrainingOptions
 from visspec.types import Sampling
 

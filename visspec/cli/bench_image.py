@@ -75,9 +75,7 @@ def run(arguments: Options) -> None:
     named = arguments.method or registry.presets(draws)
     others = other_targets(pipe, named)
     methods = dict(parse_method(m, draws, pipe.model) for m in named if m not in others)
-    if not arguments.method:
-        methods = fitting(pipe, methods)
-    check_methods(pipe, methods)
+    methods = fitting(pipe, methods, needed=bool(arguments.method))
     photos, quality = arguments.reference, arguments.quality
     quality = (0 if photos is None else arguments.count) if quality is None else quality
     if photos is not None and arguments.prompts is None:
@@ -121,26 +119,19 @@ def parse_method(method: str, draws: str, model: PreTrainedModel | None = None) 
     return name, pair
 
 
-def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
-    """Return the presets that fit this model, and report why others don't."""
+def fitting(pipe: ImagePipeline, methods: dict[str, str], needed: bool = False) -> dict[str, str]:
+    """Return the methods that fit this model, and report why others don't. If they are `needed`, raise ValueError."""
     selection = {}
     for name, method in methods.items():
         try:
             pipe.setup(**as_arguments(method))
         except ValueError as error:
+            if needed:
+                raise ValueError(f"--method {name}: {error}") from None
             print(f"left out: {name} ({error})")
         else:
             selection[name] = method
     return selection
-
-
-def check_methods(pipe: ImagePipeline, methods: Mapping[str, str]) -> None:
-    """Raise ValueError, with the method's name, for a method that does not fit the model."""
-    for name, method in methods.items():
-        try:
-            pipe.setup(**as_arguments(method))
-        except ValueError as error:
-            raise ValueError(f"--method {name}: {error}") from None
 
 
 def other_targets(pipe: ImagePipeline, named: Iterable[str]) -> dict[str, ImagePipeline]:
@@ -208,7 +199,7 @@ def bench(
     the record is None and the plain loop is the only baseline.
     """
     prompts = list(enumerate(groups_of(list(texts), batch_size)))
-    sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
+    sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"))
     ours = {name: ImageArm(pipe, method, options, seed, sampling) for name, method in methods.items()}
     ours = ({} if "plain" in ours else {"plain": ImageArm(pipe, plain_setup(pipe), options, seed, sampling)}) | ours
     for name, other in (others or {}).items():

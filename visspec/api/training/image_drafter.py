@@ -15,6 +15,7 @@ import torch
 from visspec import registry
 from visspec.accept.exact import Exact
 from visspec.api import sources
+from visspec.api.images.call import encode_prompts, request_of
 from visspec.api.images.pipeline import ImagePipeline
 from visspec.api.training import export as drafter_export
 from visspec.api.training.data import HELD_OUT
@@ -37,7 +38,6 @@ from visspec.io.provenance import provenance
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
 from visspec.models.eagle.image_drafter import CaptureTarget
-from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import ImageLayout
 from visspec.train.loop import Trainer, checkpoint
 from visspec.types import Request
@@ -56,23 +56,16 @@ class ImagePrompts:
     """
 
     def __init__(self, pipe: ImagePipeline, layout: ImageLayout, texts: list[str], rows: int, seed: int):
-        self.family, self.layout, self.sampling = pipe.family, layout, pipe.sampling(None, None, None, None)
+        self.family, self.layout, self.sampling = pipe.family, layout, pipe.sampling()
         self.texts, self.rows, self.seed = texts, rows, seed
 
     def __call__(self, number: int) -> Request:
         first = number * self.rows
         texts = [self.text(n) for n in range(first, first + self.rows)]
+        seeds = range((self.seed << 40) + first, (self.seed << 40) + first + self.rows)
         with torch.no_grad():
-            prompt = prompt_of(self.family, texts, self.sampling.guidance != 1.0, self.layout)
-        self.family.check(prompt, self.layout, self.sampling.guidance)
-        positions, device = self.layout.positions, prompt.ids.device
-        request = Request(prompt, prompt.ids, positions, self.sampling, grid=self.layout.grid)
-        if bool((self.layout.fixed >= 0).any()):
-            request.fixed = self.layout.fixed.to(device)
-        if not self.sampling.greedy:
-            seeds = range((self.seed << 40) + first, (self.seed << 40) + first + self.rows)
-            request.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-        return request
+            prompt = encode_prompts(self.family, texts, None, self.layout, self.sampling.guidance)
+        return request_of(prompt, self.layout, self.sampling, seeds)
 
     def text(self, number: int) -> str:
         epoch, place = divmod(number, len(self.texts))
