@@ -20,7 +20,7 @@ from visspec.api.images.pipeline import ImagePipeline
 from visspec.api.training import export as drafter_export
 from visspec.api.training.data import HELD_OUT
 from visspec.api.training.drafter import (
-    check_out,
+    begin,
     device_of,
     fresh_or_resumed,
     keep_answers,
@@ -28,10 +28,8 @@ from visspec.api.training.drafter import (
     network_of,
     options_of,
     requests_of,
-    split,
     train,
 )
-from visspec.api.training.presets import check_preset
 from visspec.api.training.structure import measure
 from visspec.io import included
 from visspec.io.provenance import provenance
@@ -89,14 +87,13 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
     Raises:
         ValueError: If the model does not draw code after code, or there are no prompts.
     """
-    asked, plan = split({"eval_rows": EVAL_ROWS, **options, "target": str(target), "out": Path(out)}, TEXT_ONLY)
-    name, prompts, rows, seed = asked.preset or "image-eagle", asked.prompts, asked.rows, asked.seed
-    recipe, network = registry.recipe(name, "codes"), network_of(asked)
-    check_preset(name, network, recipe)
+    given = {"eval_rows": EVAL_ROWS, **options, "target": str(target), "out": Path(out)}
+    given["preset"] = options.get("preset") or "image-eagle"
+    asked, plan, recipe = begin(given, TEXT_ONLY, "codes")
+    name, prompts, rows, seed = asked.preset, asked.prompts, asked.rows, asked.seed
     if prompts is None and target not in included.table().models:
         raise ValueError("prompts: got none. Pass --prompts FILE with a prompt on each line, or --data for text.")
-    planned = options_of(asked, {**recipe.plan, **plan})
-    check_out(Path(out), asked.resume, asked.overwrite)
+    planned = options_of(asked, plan)
     device, several = device_of(asked)
     texts = None if prompts is None else sources.texts(prompts)
     if isinstance(target, ImagePipeline):
@@ -112,7 +109,7 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
     grid = {"rows": layout.grid[0], "columns": layout.positions // layout.grid[0]}
     resumed = asked.resume and checkpoint(out) is not None
     lessons, kind = lessons_of(out, resumed, planned, several), registry.drafter_class(recipe.kind)
-    drafter = fresh_or_resumed(family, out, resumed, seed, kind, **{**recipe.network, **grid, **network})
+    drafter = fresh_or_resumed(family, out, resumed, seed, kind, **{**recipe.network, **grid, **network_of(asked)})
     eval_rows = asked.eval_rows
     digest = f"{len(texts)} prompts, sha256 {hashlib.sha256(chr(10).join(texts).encode()).hexdigest()[:16]}"
     shared = {"target": Path(where).name, "data": digest, "answers": "target", "dtype": str(pipe.model.dtype), **grid}
