@@ -334,14 +334,7 @@ def what_is_seen(
     )
 
 
-def fresh_or_resumed(
-    model,
-    out: str | Path,
-    resume: bool,
-    seed: int,
-    kind: type[Any] = EagleDrafter,
-    **options: Any,
-):
+def fresh_or_resumed(model, out: str | Path, resume: bool, seed: int, kind: type[Any] = EagleDrafter, **options: Any):
     """Return the drafter of the run's folder if it is resumed and exists, else a new one of class `kind`."""
     if resume and (saved := checkpoint(out)):
         return kind.from_pretrained(saved / DRAFTER, model)

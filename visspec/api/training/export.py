@@ -48,11 +48,7 @@ def say(text: str) -> None:
 
 
 def finish(
-    trainer: Trainer,
-    history: list[dict],
-    held: int,
-    use: str = USE,
-    chosen: Mapping[str, Any] | None = None,
+    trainer: Trainer, history: list[dict], held: int, use: str = USE, chosen: Mapping[str, Any] | None = None
 ) -> None:
     """Write the drafter's card, README.md, next to its weights. Runs in the first process.
 

@@ -77,7 +77,7 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
     Args:
         target: A folder, a hub id, an included model, or a pipeline.
         out: The folder of the drafter.
-        options: As in `train_drafter.run`, with `prompts`, a file with a prompt on each line (default: the prompts of
+        options: As in `drafter.run`, with `prompts`, a file with a prompt on each line (default: the prompts of
             an included model's world), `height` and `width` of the pictures in pixels (default: the model's own), and a
             `preset`, "image-eagle" (default) or "distilled".
 
