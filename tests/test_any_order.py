@@ -24,8 +24,7 @@ from visspec.loop.setup import build_setup
 from visspec.loop.visits import HaltonOrder, SpreadOrder, halton, spread
 from visspec.models.image_codes.families import family_of
 from visspec.models.jacobi.drafter import Jacobi
-from visspec.models.llamagen.network import LlamaGenConfig
-from visspec.models.llamagen.randar import RandAR
+from visspec.models.llamagen.network import LlamaGenConfig, RandAR
 from visspec.models.randar.ahead import Ahead
 from visspec.models.randar.target import RandARTarget
 from visspec.types import Draft, DrafterTraits, Request, Sampling

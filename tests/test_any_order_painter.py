@@ -17,7 +17,7 @@ from visspec import ImagePipeline, registry
 from visspec.api import saving
 from visspec.loop.visits import halton
 from visspec.models.llamagen import layout as layouts_llamagen
-from visspec.models.llamagen.randar import RandAR
+from visspec.models.llamagen.network import RandAR
 from visspec.models.randar.model import RandARImageConfig, RandARImageModel
 
 SIDE, PIXELS, CODES = 6, 48, 24

@@ -11,7 +11,7 @@ from transformers import ProcessorMixin
 from tests.doubles import one_sentence
 from visspec.api import captions, loading
 from visspec.models.scales.multiscale import ScaleSizes
-from visspec.models.var.model import VARImageConfig
+from visspec.models.var.layout import VARImageConfig
 
 MESSAGES = [{"role": "user", "content": [{"type": "text", "text": "what ?"}]}]
 

@@ -27,7 +27,7 @@ from tests.layouts import (
     nextstep_names,
 )
 from visspec.io.convert_checkpoint import convert
-from visspec.models.codecs import kl_layout as layouts_kl
+from visspec.models.codecs import vq_layout as layouts_vq
 from visspec.models.mar import layout as layouts_mar
 from visspec.models.mar import network as mar
 from visspec.models.nextstep import flow
@@ -243,10 +243,10 @@ def test_kl_autoencoders_load_as_published(tmp_path, quantised):
 def test_the_published_autoencoder_has_its_sizes():
     names = kl_names(*KL16)
     meta = {name: torch.empty(shape, device="meta") for name, shape in names.items()}
-    config = layouts_kl.config_of(Weights("here", rename(meta, ())))
+    config = layouts_vq.stock_settings(Weights("here", rename(meta, ())))
     assert (len(names), sum(map(math.prod, names.values()))) == (312, 66_456_019)
     with torch.device("meta"):
-        model = layouts_kl.AutoencoderKL(**config)
+        model = layouts_vq.AutoencoderKL(**config)
     assert (len(model.state_dict()), sum(p.numel() for p in model.parameters())) == (312, 66_456_019)
     assert config["down_block_types"] == ("DownEncoderBlock2D",) * 4 + ("AttnDownEncoderBlock2D",)
 

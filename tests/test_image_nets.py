@@ -18,6 +18,7 @@ from tests.layouts import (
     filled,
     gpt_names,
     gpt_reference,
+    ldm_names,
     llamagen_vq_names,
     turn_by_hand,
     within,
@@ -188,11 +189,15 @@ def test_codecs_decode_and_encode_as_published(tmp_path, form):
         codec.decode(tokens - 17, grid)
 
 
-@pytest.mark.parametrize("name, names", [("llamagen-vq16", llamagen_vq_names), ("chameleon", chameleon_vq_names)])
-def test_published_codecs_have_published_widths(name, names):
+@pytest.mark.parametrize("name", ["llamagen-vq16", "chameleon"])
+def test_published_codecs_have_published_widths(name):
+    codes, size, attended = (16384, 8, (4,)) if "llama" in name else (8192, 256, ())
+    names = ldm_names(128, (1, 1, 2, 2, 4), 2, 256, attended=attended, both=True)
     with torch.device("meta"):
-        shapes = {"llamagen-vq16": vqgan.VQShape(16384, 8, attention=True), "chameleon": vqgan.VQShape(8192, 256)}
-        model = shapes[name].build()
+        settings = layouts_vq.stock_settings(
+            layouts.Weights(name, {name: (name, torch.empty(shape)) for name, shape in names.items()})
+        )
+        model = vqgan.VQModel(**settings, num_vq_embeddings=codes, vq_embed_dim=size)
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     assert shapes["quantize.embedding.weight"] == ((16384, 8) if "llama" in name else (8192, 256))
     assert shapes["decoder.conv_in.weight"] == (512, 256, 3, 3) and vqgan.ImageCodec(model).factor == 16

@@ -17,7 +17,7 @@ from tests.image_cases import CASES, TEXTS, Case, draw, expected, llamagen_model
 from visspec import tree as trees
 from visspec.api.images.pipeline import ImagePipeline
 from visspec.cli import bench_image
-from visspec.models.codecs.vqgan import ImageCodec, VQShape
+from visspec.models.codecs.vqgan import ImageCodec, VQModel
 from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import ImageAR, ImageLayout
 from visspec.models.jacobi.drafter import Jacobi
@@ -261,7 +261,9 @@ def test_chameleon_prompts_end_as_its_style_says():
 
 
 def test_codes_become_pixels_through_a_codec():
-    codec = ImageCodec(VQShape(tiny.CODES, 8, channels=32, multipliers=(1, 1), blocks=1, latent=8).build())
+    blocks = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
+    sizes = {"block_out_channels": [32, 32], "latent_channels": 8, "num_vq_embeddings": tiny.CODES, "vq_embed_dim": 8}
+    codec = ImageCodec(VQModel(**blocks, **sizes))
     codec.to = (moved := []).append
     for family in (
         family_of(tiny.chameleon(), tiny.ChameleonTexts(), codec=codec),

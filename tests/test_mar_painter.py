@@ -13,7 +13,7 @@ from visspec.cli import bench_image
 from visspec.distributions import Denoising, DenoisingSteps
 from visspec.io import included
 from visspec.models.mar.drafter import SmallMAR
-from visspec.models.mar.model import MARImageConfig, MARImageModel
+from visspec.models.mar.layout import MARImageConfig, MARImageModel
 from visspec.models.mar.parallel import ParallelMAR
 from visspec.models.mar.target import MARImages
 

@@ -14,8 +14,8 @@ from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
 from visspec.models.mar.drafter import SmallMAR
 from visspec.models.mar.network import MAR, UNCONDITIONAL, MARConfig
-from visspec.models.mar.parallel import ParallelMAR
-from visspec.models.mar.target import ClassPrompt, MARImages, MARTarget, revealed_counts
+from visspec.models.mar.parallel import ParallelMAR, revealed_counts
+from visspec.models.mar.target import ClassPrompt, MARImages, MARTarget
 from visspec.models.vectors.diffusion_head import schedule
 from visspec.models.vectors.target import unpatchify
 from visspec.types import Draft, DrafterTraits, Request, Sampling

@@ -12,7 +12,7 @@ from visspec.cli.main import main
 from visspec.io import included as held_out
 from visspec.models.scales.kv_budget import CacheBudget, selectivity
 from visspec.models.var.drafter import SmallVAR
-from visspec.models.var.model import VARImageConfig, VARImageModel
+from visspec.models.var.layout import VARImageConfig, VARImageModel
 from visspec.models.var.target import VARImages, calibrate_budget
 
 SIDES = (1, 2, 3, 4)

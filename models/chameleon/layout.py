@@ -11,8 +11,8 @@ from transformers import ChameleonConfig, ChameleonForConditionalGeneration
 
 from visspec.io.checkpoint import check_folder, read_json
 from visspec.models.codecs.vq_layout import load_taming_vq
-from visspec.models.codecs.vqgan import CODEC
 from visspec.models.published_tensors import Weights, one_sentence, stock
+from visspec.registry import CODEC
 
 NORMS = (".q_norm.weight", ".q_norm.bias", ".k_norm.weight", ".k_norm.bias")
 VQ = "model.vqmodel."

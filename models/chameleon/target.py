@@ -17,7 +17,7 @@ from diffusers import VQModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from visspec.models.codecs.vqgan import CODEC, ImageCodec
+from visspec.models.codecs.vqgan import ImageCodec
 from visspec.models.image_codes.target import (
     EncodedPrompt,
     Family,
@@ -26,6 +26,7 @@ from visspec.models.image_codes.target import (
     left_padded,
     positions_from_mask,
 )
+from visspec.registry import CODEC
 from visspec.types import Processor
 
 BOS, BEGIN, END, TURN = "<s>", "<racm3:break>", "<eoss>", "<reserved08706>"

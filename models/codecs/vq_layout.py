@@ -1,18 +1,22 @@
-"""Published VQ image codecs: LlamaGen's `vq_ds*.pt`, and the taming-style `vqgan.ckpt` of Chameleon.
+"""Published image autoencoders in taming's layout, loaded into diffusers' stock classes.
 
-Anole and Lumina-mGPT ship Chameleon's file unchanged. Both layouts are loaded into diffusers' `VQModel` (`vqgan.py`).
+VQ codecs (`VQModel`, see `vqgan.py`): LlamaGen's `vq_ds*.pt`, and the `vqgan.ckpt` of Chameleon, which Anole and
+Lumina-mGPT ship unchanged. KL autoencoders (`AutoencoderKL`): MAR's `kl16.ckpt` and NextStep-1's tokenizer. Optional
+parts (attention, quantizer convolutions) are inferred from names and shapes.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from diffusers import AutoencoderKL, VQModel
 
-from visspec.models.codecs.vqgan import ImageCodec, VQShape
-from visspec.models.published_tensors import ModuleT, Rules, Weights
+from visspec.models.codecs.vqgan import ImageCodec
+from visspec.models.published_tensors import GROUPS, ModuleT, Rules, Weights
 
 NOT_WEIGHTS = r"loss\.|quantize\.codebook_used$"  # training losses, and a histogram of used codes
 CODEBOOK = "quantize.embedding.weight"
@@ -66,18 +70,36 @@ def stock_rules(levels: int) -> Rules:
 
 def _codec(weights: Weights) -> ImageCodec:
     """Build a codec from tensors with taming's names, which determine its shape."""
-    codes, code_size = weights.shape(CODEBOOK, 2)
+    codes, size = weights.shape(CODEBOOK, 2)
+    model = VQModel(**stock_settings(weights), num_vq_embeddings=codes, vq_embed_dim=size)
+    return ImageCodec(load_stock(weights, model))
+
+
+def load_kl(path: str | Path, scaling: float, shift: float = 0.0) -> AutoencoderKL:
+    """Load a KL autoencoder from safetensors. scaling, shift: a generator's latents are (latents - shift) * scaling."""
+    weights = Weights.read(path, dropped=NOT_WEIGHTS)
+    optional = {f"use_{name}": f"{name}.weight" in weights for name in ("quant_conv", "post_quant_conv")}
+    settings = stock_settings(weights) | optional
+    return load_stock(weights, AutoencoderKL(**settings, scaling_factor=scaling, shift_factor=shift))
+
+
+def stock_settings(weights: Weights) -> dict[str, Any]:
+    """Infer the arguments that `VQModel` and `AutoencoderKL` share from tensors with taming's names."""
     channels, steps, blocks = weights.encoder()
-    shape = VQShape(
-        codes,
-        code_size,
-        channels=channels,
-        multipliers=steps,
-        blocks=blocks,
-        latent=weights.shape("encoder.conv_out.weight", 4)[0],
-        attention=weights.count(f"encoder.down.{len(steps) - 1}.attn.") > 0,
-    )
-    return ImageCodec(load_stock(weights, shape.build()))
+    levels = range(len(steps))
+    down = ["Attn" if weights.count(f"encoder.down.{i}.attn.") else "" for i in levels]
+    up = ["Attn" if weights.count(f"decoder.up.{i}.attn.") else "" for i in reversed(levels)]
+    return {
+        "in_channels": weights.shape("encoder.conv_in.weight", 4)[1],
+        "out_channels": weights.shape("decoder.conv_out.weight", 4)[0],
+        "down_block_types": tuple(f"{kind}DownEncoderBlock2D" for kind in down),
+        "up_block_types": tuple(f"{kind}UpDecoderBlock2D" for kind in up),
+        "block_out_channels": tuple(channels * step for step in steps),
+        "layers_per_block": blocks,
+        "latent_channels": weights.shape("decoder.conv_in.weight", 4)[1],
+        "norm_num_groups": GROUPS,
+        "mid_block_add_attention": "encoder.mid.attn_1.q.weight" in weights,
+    }
 
 
 def load_stock(taming: Weights, module: ModuleT) -> ModuleT:

@@ -5,50 +5,17 @@ their codebook and in whether the coarsest level has attention; all of them are 
 published decoder L2-normalizes looked-up codes, the codebook is stored normalized, so that the stock class needs no
 flag. `vq_layout.py` loads the published key layouts.
 
-Shapes: B images, T = rows * columns codes, D code size, K codes, c channels.
+Shapes: B images, T = rows * columns codes, D code size, K codes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from diffusers import ConfigMixin
 from diffusers.models.autoencoders.vq_model import VQModel
 from torch import Tensor
-
-CODEC = "codec"  # subfolder of a transformers model's folder
-
-
-@dataclass(frozen=True)
-class VQShape:
-    """Shape of a codec. `multipliers` go from the finest level to the coarsest; each step halves the size.
-
-    attention: whether residual blocks of the coarsest level alternate with attention (the middle always has it).
-    """
-
-    codes: int
-    code_size: int
-    channels: int = 128
-    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
-    blocks: int = 2
-    latent: int = 256
-    attention: bool = False
-
-    def build(self) -> VQModel:
-        """Build the stock model with random weights, in evaluation mode."""
-        levels = len(self.multipliers)
-        coarse = "Attn" if self.attention else ""
-        return VQModel(
-            down_block_types=("DownEncoderBlock2D",) * (levels - 1) + (f"{coarse}DownEncoderBlock2D",),
-            up_block_types=(f"{coarse}UpDecoderBlock2D",) + ("UpDecoderBlock2D",) * (levels - 1),
-            block_out_channels=tuple(self.channels * m for m in self.multipliers),
-            layers_per_block=self.blocks,
-            latent_channels=self.latent,
-            num_vq_embeddings=self.codes,
-            vq_embed_dim=self.code_size,
-        ).eval()
 
 
 def settings_of(model: ConfigMixin) -> dict[str, Any]:

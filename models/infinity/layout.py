@@ -1,5 +1,5 @@
-"""Infinity's published transformers and autoencoder: safetensors, converted from `infinity_*.pth`, the shards of the 8B
-model and `infinity_vae_*.pth` (`visspec convert`).
+"""Folder with an Infinity and its autoencoder, in transformers' layout, and their published weights: safetensors,
+converted from `infinity_*.pth`, the shards of the 8B model and `infinity_vae_*.pth` (`visspec convert`).
 
 Blocks may be in chunks (`block_chunks.c.module.i`), as in all released models, or not (`blocks.n`). Convolutions and
 norms of the autoencoder may be in wrappers (`conv1.conv`, `norm1.norm`) or not; the authors' own code reads both.
@@ -13,11 +13,39 @@ from dataclasses import asdict
 from pathlib import Path
 
 from visspec.models.codecs.vq_layout import load_stock
-from visspec.models.infinity.model import InfinityImageModel
+from visspec.models.folders import OwnImageModel, PartsConfig
 from visspec.models.infinity.network import COUNTS, GRIDS, GUIDANCE, Infinity, InfinityConfig, schedule
 from visspec.models.published_tensors import Weights
 from visspec.models.scales.bsq import BSQVAE, BSQShape
 from visspec.models.scales.multiscale import ScaleSizes
+
+
+class InfinityImageConfig(PartsConfig):
+    """network: sizes, see `InfinityConfig`, with `grids` for its scales. codec: see `BSQShape`."""
+
+    model_type = "infinity_image"
+
+    @property
+    def sizes(self) -> InfinityConfig:
+        fields = dict(self.network)
+        scales = ScaleSizes(tuple((rows, columns) for rows, columns in fields.pop("grids")))
+        reach = fields.pop("reach", None)
+        return InfinityConfig(**fields, scales=scales, reach=reach and tuple(reach))
+
+
+class InfinityImageModel(OwnImageModel):
+    """`net` generates bit maps; `codec` converts between them and images."""
+
+    config_class = InfinityImageConfig
+    base_model_prefix = "net"
+
+    def __init__(self, config: InfinityImageConfig):
+        super().__init__(config)
+        self.net = Infinity(config.sizes)
+        self.codec = BSQVAE(BSQShape(**config.codec | {"multipliers": tuple(config.codec["multipliers"])}))
+        self.text_features = config.sizes.text
+        self.post_init()
+
 
 CHUNK = r"block_chunks\.(\d+)\.module\.(\d+)\."
 # these follow from the scales

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from visspec.models.image_codes.target import ImageLayout
 from visspec.models.image_codes.text_features import NO_ENCODER
-from visspec.models.infinity.model import InfinityImageModel
+from visspec.models.infinity.layout import InfinityImageModel
 from visspec.models.infinity.network import GUIDANCE, Texts
 from visspec.models.scales.bsq import BSQVAE
 from visspec.models.scales.target import ScaleImages

@@ -17,7 +17,7 @@ from visspec.models.folders import OwnImageModel, unpack
 from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
 from visspec.models.image_codes.text_features import NO_ENCODER
-from visspec.models.llamagen.model import LlamaGenImageModel
+from visspec.models.llamagen.layout import LlamaGenImageModel
 from visspec.models.llamagen.network import GUIDANCE, LlamaGen, left_padded
 
 FACTOR = 16  # pixels per code, along one side, in the published codec

@@ -9,7 +9,7 @@ import torch
 
 from visspec import tree as trees
 from visspec.distributions import Denoising, Trajectory
-from visspec.models.mar.model import load
+from visspec.models.mar.layout import load
 from visspec.models.mar.target import DrawnVectors, MARImages, MARTarget
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 

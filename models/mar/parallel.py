@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from visspec.distributions import Denoising
 from visspec.loop.decode import stage
 from visspec.loop.output import VectorBuffer
-from visspec.models.mar.target import MARTarget, revealed_counts, revealing
+from visspec.models.mar.target import MARTarget
 from visspec.types import Acceptance, Drafter, Order, Request, Round, State, Target
 
 
@@ -34,27 +36,48 @@ class ParallelMAR(Order):
         """Decode a batch. Raises ValueError, before any pass, if the target is not a MAR or iterations are too many."""
         if not isinstance(target, MARTarget):
             raise ValueError(f"order: got parallel for a {type(target).__name__}, expected a MAR")
-        tokens = target.model.config.tokens
-        revealed_counts(tokens, self.iterations)
+        tokens, count = target.model.config.tokens, 0
+        ends = revealed_counts(tokens, self.iterations)
         state = target.open_state(request)
         assert request.generators is not None
         state.noise = noise = rule.make_noise(request.generators, 0)
         trace, known, rows, passes = state.trace, state.cache, state.rows, []
-        steps = revealing(target, known, noise, self.iterations, request.sampling, trace.calls)
         trace.origin = [[] for _ in rows]
-        for step in range(self.iterations):
+        for step, end in enumerate(ends):
+            more = end - count
             with stage(trace, "verify" if step else "prefill"):
-                numbers = next(steps)
+                number_BP = torch.arange(count, end, device=target.device).expand(len(rows), -1)
+                prefix_B1, prefixes = number_BP[:, :1], range(count, count + 1)
+                given = known, prefix_B1, number_BP, prefixes, request.sampling, trace.calls
+                numbers = noise.numbers(more)
+                drawn = target.after(*given, step=more).value(numbers.start, numbers.steps)
+                known.put(number_BP, drawn.view(len(rows), more, -1))
+                noise.advance([more] * len(rows))
             for row in rows:
                 assert isinstance(state.output, VectorBuffer)
-                state.output.held[row].append(known.values[row, numbers.start : numbers.stop])
-                state.output.tell(row, state.output.append(row, list(numbers)))
-                trace.origin[row] += ["plain"] * len(numbers)
-            passes += [step] * len(numbers)
+                state.output.held[row].append(known.values[row, count:end])
+                state.output.tell(row, state.output.append(row, list(range(count, end))))
+                trace.origin[row] += ["plain"] * more
+            passes += [step] * more
+            count = end
             if step:  # the first pass is the prefill's, as in other orders
-                trace.rounds.append(Round(0, [len(numbers)] * len(rows), [False] * len(rows)))
-            if numbers.stop == tokens:
+                trace.rounds.append(Round(0, [more] * len(rows), [False] * len(rows)))
+            if end == tokens:
                 state.memory = [state.output.in_raster_order(row, passes) for row in rows]
             if request.on_round is not None:
                 request.on_round(state)
         return state
+
+
+def revealed_counts(tokens: int, iterations: int) -> list[int]:
+    """Return how many tokens are known after each step of published MAR: a cosine schedule with one or more each.
+
+    Raises ValueError for more steps than tokens.
+    """
+    if not 1 <= iterations <= tokens:
+        raise ValueError(f"iterations: got {iterations}, expected 1..{tokens}, at least one token per step")
+    known: list[int] = [0]
+    for step in range(1, iterations):
+        hidden = math.floor(tokens * math.cos(math.pi / 2 * step / iterations))
+        known.append(tokens - max(1, min(tokens - known[-1] - 1, hidden)))
+    return [*known[1:], tokens]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +25,11 @@ from visspec.loop.output import VectorBuffer
 from visspec.models.folders import unpack
 from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import ImageLayout
-from visspec.models.mar.model import MARImageModel, load
+from visspec.models.mar.layout import MARImageModel, load
 from visspec.models.mar.network import GUIDANCE, MAR, UNCONDITIONAL
 from visspec.models.vectors.diffusion_head import Schedule, schedule
 from visspec.models.vectors.head_distribution import HeadDistributions
 from visspec.models.vectors.target import VectorFamily
-from visspec.sampling import Normals
 from visspec.types import Capabilities, Draft, Request, Sampling, Scores, State, Target
 
 SCALES = ("linear", "constant")  # how a token's guidance depends on its number
@@ -262,40 +261,6 @@ def scales(kind: str, guidance: float, number: Tensor, tokens: int) -> Tensor:
     if kind == "constant":
         return torch.full(number.shape, guidance, device=number.device)
     return 1 + (guidance - 1) * number.clamp(max=tokens - 1) / tokens
-
-
-def revealed_counts(tokens: int, iterations: int) -> list[int]:
-    """Return how many tokens are known after each step of published MAR: a cosine schedule with one or more each.
-
-    Raises ValueError for more steps than tokens.
-    """
-    if not 1 <= iterations <= tokens:
-        raise ValueError(f"iterations: got {iterations}, expected 1..{tokens}, at least one token per step")
-    known: list[int] = [0]
-    for step in range(1, iterations):
-        hidden = math.floor(tokens * math.cos(math.pi / 2 * step / iterations))
-        known.append(tokens - max(1, min(tokens - known[-1] - 1, hidden)))
-    return [*known[1:], tokens]
-
-
-def revealing(
-    target: MARTarget, known: DrawnVectors, noise: Normals, iterations: int, sampling: Sampling, calls: Counter[str]
-) -> Iterator[range]:
-    """Draw as published MAR does, a step's tokens together given earlier steps, and write them to `known`. Yields the
-    numbers of each step's tokens. With as many iterations as tokens it is the target's plain decoding.
-    """
-    rows, count = len(known.classes), 0
-    for after in revealed_counts(target.model.config.tokens, iterations):
-        number_BP = torch.arange(count, after, device=target.device).expand(rows, -1)
-        distribution = target.after(
-            known, number_BP[:, :1], number_BP, range(count, count + 1), sampling, calls, step=after - count
-        )
-        numbers = noise.numbers(after - count)
-        drawn = distribution.value(numbers.start, numbers.steps)
-        known.put(number_BP, drawn.view(rows, after - count, -1))
-        noise.advance([after - count] * rows)
-        yield range(count, after)
-        count = after
 
 
 MARImages.target = MARTarget

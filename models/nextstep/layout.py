@@ -1,6 +1,6 @@
-"""Loads published NextStep-1 (and 1.1) on transformers' stock Qwen2 decoder, and its image tokenizer.
+"""Folder with a NextStep-1 and its image tokenizer, in transformers' layout, and published NextStep-1 (and 1.1).
 
-The decoder's weights are a Llama's with biases of only queries, keys and values, which is Qwen2.
+The decoder is transformers' stock Qwen2: its weights are a Llama's with biases of only queries, keys and values.
 """
 
 from __future__ import annotations
@@ -14,11 +14,34 @@ from diffusers import AutoencoderKL
 from transformers import Qwen2Config
 
 from visspec.io.checkpoint import check_positive, read_json
-from visspec.models.codecs.kl_layout import load_kl
+from visspec.models.codecs.vq_layout import load_kl
 from visspec.models.codecs.vqgan import settings_of
-from visspec.models.nextstep.model import NextStepImageModel
+from visspec.models.folders import OwnImageModel, PartsConfig
 from visspec.models.nextstep.network import GUIDANCE, NextStep, NextStepConfig
 from visspec.models.published_tensors import Rules, Weights, one_sentence
+
+
+class NextStepImageConfig(PartsConfig):
+    """network: `sizes`, see `NextStepConfig`; the `decoder`, see `Qwen2Config`; and whether tokens are `normalised`.
+    codec: configuration of an `AutoencoderKL`.
+    """
+
+    model_type = "nextstep_image"
+
+
+class NextStepImageModel(OwnImageModel):
+    """`net` generates vectors; `codec` decodes them to images."""
+
+    config_class = NextStepImageConfig
+    base_model_prefix = "net"
+
+    def __init__(self, config: NextStepImageConfig):
+        super().__init__(config)
+        network = config.network
+        sizes, decoder = NextStepConfig(**network["sizes"]), Qwen2Config.from_dict(network["decoder"])
+        self.net, self.codec = NextStep(sizes, decoder, network["normalised"]), AutoencoderKL(**config.codec)
+        self.post_init()
+
 
 RULES: Rules = ((r"^(embed_tokens|layers|norm)\.", r"model.\1."),)
 HEAD, TABLE = "image_head.net.", "gen_pos_embed"

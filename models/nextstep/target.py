@@ -21,7 +21,7 @@ from visspec.loop.output import VectorBuffer
 from visspec.models.folders import unpack
 from visspec.models.image_codes.target import EncodedPrompt, ImageAR, ImageLayout, grid_of
 from visspec.models.nextstep.flow import flow_schedule, flow_schedule_v11
-from visspec.models.nextstep.model import NextStepImageModel
+from visspec.models.nextstep.layout import NextStepImageModel
 from visspec.models.nextstep.network import GUIDANCE, NextStep
 from visspec.models.vectors.diffusion_head import Schedule
 from visspec.models.vectors.head_distribution import HeadDistributions

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 from transformers import JanusVQVAE, JanusVQVAEConfig, PreTrainedConfig
 
 from visspec.models.folders import OwnImageModel
-from visspec.models.llamagen.network import LlamaGenConfig
-from visspec.models.llamagen.randar import RandAR
+from visspec.models.llamagen.network import LlamaGenConfig, RandAR
 
 
 class RandARImageConfig(PreTrainedConfig):

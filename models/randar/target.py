@@ -29,8 +29,8 @@ from visspec.cache import SlotCache
 from visspec.loop.output import TokenBuffer
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.image_codes.target import EncodedPrompt, ImageAR, _repeat_tree, _twice
-from visspec.models.llamagen.model import RandARClassModel
-from visspec.models.llamagen.randar import RandAR
+from visspec.models.llamagen.layout import RandARClassModel
+from visspec.models.llamagen.network import RandAR
 from visspec.models.llamagen.target import LlamaGenImages
 from visspec.models.randar.model import RandARImageModel, load
 from visspec.sampling import warp

@@ -19,7 +19,7 @@ from visspec.distributions import Maps
 from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.reading import ConditionState, Mark
 from visspec.models.scales.target import ScaleImages, check_alike
-from visspec.models.var.model import VARImageModel, check_codebook, load
+from visspec.models.var.layout import VARImageModel, check_codebook, load
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 

@@ -16,7 +16,7 @@ from visspec.models.image_codes.target import ImageLayout
 from visspec.models.scales.kv_budget import CacheBudget, selectivity
 from visspec.models.scales.multiscale import MultiScaleVAE
 from visspec.models.scales.target import ScaleImages
-from visspec.models.var.model import VARImageModel, check_codebook, load
+from visspec.models.var.layout import VARImageModel, check_codebook, load
 from visspec.models.var.network import GUIDANCE, VAR
 
 CALIBRATED = 8  # number of images for measuring selectivity
