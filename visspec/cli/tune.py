@@ -94,7 +94,7 @@ def tune_captions(arguments: Options) -> tuple[PreTrainedModel, dict[str, Any]]:
     given = (
         ((image, record.prompt) for image, record in readable(records))
         if records
-        else (([], prompt.text) for prompt in read_prompts(arguments.prompts))
+        else (([], prompt.prompt) for prompt in read_prompts(arguments.prompts))
     )
     items = list(islice(given, 2 * arguments.count))  # pairs of an image, or an empty list, and its prompt
     if len(items) < (wanted := 2 * max(arguments.batches)):
