@@ -18,17 +18,7 @@ from visspec.api.captions import PROMPT, default_prompt
 from visspec.api.text.accelerate import accelerate
 from visspec.cli import bench, bench_data
 from visspec.cli.arguments import SamplingOptions, TargetOptions
-from visspec.cli.bench import (
-    CaptionArm,
-    Cell,
-    ScenesOptions,
-    StockCaptionArm,
-    groups_of,
-    in_groups,
-    measured_on,
-    readable,
-    table,
-)
+from visspec.cli.bench import CaptionArm, Cell, ScenesOptions, StockCaptionArm, groups_of, table
 from visspec.cli.bench_data import Prompt
 from visspec.eval.bench import paired as speed
 from visspec.eval.report.images import small_png
@@ -81,7 +71,7 @@ def run(arguments: Options) -> None:
     if data is not None:
         images = [[*map(open_image, prompt.images)] for prompt in data]
     elif records is not None:
-        items = list(islice(readable(records), most))
+        items = list(islice(bench.readable(records), most))
         images = [image for image, _ in items]
         request = arguments.prompt or default_prompt(arguments.model or included.text_model())
         data = [Prompt(record.category, record.prompt or request, []) for _, record in items[: arguments.count]]
@@ -120,10 +110,10 @@ def bench_caption(
     request = arguments.prompt or (default_prompt(arguments.model) if arguments.model else PROMPT)
     asked = [request] * len(images) if data is None else [prompt.text for prompt in data]
     size, seed, base = arguments.batch_size, arguments.seed, arguments.generation
-    prompts = in_groups(processor, images, asked, size, model)
+    prompts = bench.in_groups(processor, images, asked, size, model)
     grey = [Image.new("RGB", (256, 256), (shade, shade, shade)) for shade in range(64, 256, 64)]
     warmup = warmup or size * grey
-    warm = in_groups(processor, warmup, [request] * len(warmup), size, model, len(prompts))
+    warm = bench.in_groups(processor, warmup, [request] * len(warmup), size, model, len(prompts))
     rule, compiled = arguments.acceptance, arguments.compile
     ours = {str(one): accelerate(model, one, acceptance=rule, compile=compiled) for one in drafters}
     names = dict(zip(ours, ["ours", *(f"ours, {spec}" for spec in list(ours)[1:])]))
@@ -153,10 +143,10 @@ def bench_caption(
         record["turns_left_out"] = sum(prompt.later for prompt in data)
     if arguments.stream:
         fast = accelerate(model, drafters[0], acceptance=rule, compile=compiled)
-        single = [each for _, each in in_groups(processor, images, asked, 1, model)]
+        single = [each for _, each in bench.in_groups(processor, images, asked, 1, model)]
         record |= bench.throughput(fast, groups_of(single, size), prompts, warm, base)
     settings = {name: getattr(arguments, name) for name in SETTINGS}
-    return record | measured_on(model, seed=seed) | {"n_prompts": len(images)} | settings
+    return record | bench.measured_on(model, seed=seed) | {"n_prompts": len(images)} | settings
 
 
 def stock_arms(model, warm: Sequence, arguments: Options, assistant) -> dict[str, Any]:
