@@ -7,6 +7,7 @@ it is a fixed one, because adaptive lengths would make samples depend on timing.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -67,13 +68,12 @@ def run(arguments: Options) -> None:
     if arguments.prompts is None or loading.is_text_model(arguments.model, arguments.trust_remote_code):
         model, record = tune_captions(arguments)
         caption = "d: levels of a draft; rows: of a batch; speed-up over plain decoding in batches of the same size"
-        rows, columns, whole = record["rows"], COLUMNS, [head for head in COLUMNS if head != "drafter"]
+        view = partial(table, rows=record["rows"], columns=COLUMNS, caption=caption, whole=[*COLUMNS][1:])
     else:
         model, record = tune_images(arguments, arguments.prompts)
         rows = sorted(record["rows"], key=lambda row: -row["predicted_speedup"])
-        columns, caption, whole = IMAGE_COLUMNS, None, None
-    title = f"{record['n_prompts']} inputs measured, {record['n_checked']} checked"
-    arguments.end(record, table(title, rows, columns, caption, whole=whole))
+        view = partial(table, rows=rows, columns=IMAGE_COLUMNS)
+    arguments.end(record, view(f"{record['n_prompts']} inputs measured, {record['n_checked']} checked"))
     print(verdict(record))
     if arguments.out is not None:
         about = {"measured_speedup": record["measured_speedup"], "provenance": record["provenance"]}
