@@ -228,7 +228,6 @@ def resolve_device(device: str) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device: got {device!r}, which this torch can't use ({checkpoint.first_line(error)})."
-        ) from None
+        why = checkpoint.first_line(error)
+        raise ValueError(f"device: got {device!r}, which this torch can't use ({why}).") from None
     return device
