@@ -142,6 +142,7 @@ class Trainer:
         self.target, self.drafter, self.rule, self.prompts, self.plan = target, drafter, rule, prompts, plan
         self.folder, self.provenance, self.validate = Path(folder), provenance, validate
         self.store: Store | None = None
+        self.recorded: dict[int, TrainingBatch] = {}  # answers to requests of the first group, if they are known
         self.head: nn.Module = drafter.head
         self.workers = workers = workers or SingleProcess()
         module = Step(drafter, plan)
@@ -243,13 +244,15 @@ class Trainer:
             if len(parts) != self.parts:
                 raise ValueError(f"batch: got {plan.batch}, expected the rows of a request of `prompts`.")
             streams.append(parts)
+        self.recorded.clear()  # the rest belongs to other processes
         return streams
 
     def answers(self, number: int) -> TrainingBatch:
         """Return the target's answers to a request, or the data's own, from the store if it has them."""
 
         def record() -> TrainingBatch:
-            return capture(self.target, self.rule, self.prompts(number))
+            known = self.recorded.pop(number, None)
+            return known or capture(self.target, self.rule, self.prompts(number))
 
         return record() if self.store is None else self.store.answers(number, record)
 

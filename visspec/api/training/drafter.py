@@ -37,11 +37,11 @@ from visspec.io.provenance import provenance
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.presets import Recipe
-from visspec.train.capture import AnsweredRequest
+from visspec.train.capture import AnsweredRequest, capture
 from visspec.train.loop import DRAFTER, PROGRESS, RUN, SingleProcess, Trainer, checkpoint
 from visspec.train.options import TrainingOptions
 from visspec.train.store import Store
-from visspec.types import Request
+from visspec.types import Request, TrainingBatch
 
 NETWORK = ("image_latents", "draft_vocab", "block", "layers", "intermediate", "structure")
 STEPS, STEP_ROWS, GROUP = 2000, 8, 8
@@ -215,9 +215,12 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
         network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
     drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(recipe.kind), **network)
     answering = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
+    recorded: dict[int, TrainingBatch] = {}
     if drafter.ids is not None and not resumed:
         drafter_export.say(f"Counting ids in {GROUP} batches of answers, for the drafter's vocabulary.")
-        drafter.keep(frequent(answering, prompts, drafter.config.draft_vocab, GROUP))
+        recorded = {number: capture(answering, Exact(), prompts(number)) for number in range(GROUP)}
+        vocab = answering.capabilities.vocab
+        drafter.keep(frequent(recorded.values(), vocab, drafter.config.draft_vocab))
     record = provenance(
         model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=asked.preset
     )
@@ -230,6 +233,7 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
 
     validate = partial(taus, model, drafter, held_out)
     trainer = Trainer(answering, drafter, Exact(), prompts, planned, out, record, validate, several)
+    trainer.recorded = recorded
     if asked.store is not None:
         stored = {"layers": [*drafter.traits.feature_layers], "rows": prompts.rows, "text_until": total}
         keep_answers(trainer, asked.store, {**shared, **stored, "seed": seed}, requests_of(planned, lessons))
