@@ -22,7 +22,7 @@ from visspec.models.drafting.base import Chain
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.sampling import Uniform
 from visspec.train.capture import capture
-from visspec.train.losses import Step
+from visspec.train.loop import Step
 from visspec.train.options import TrainingOptions
 from visspec.types import Sampling
 

@@ -313,11 +313,7 @@ COLUMNS: dict[str, Cell] = {
     "over pass": "{over_pass:.2f}", "tau/(v+c+o)": "{ideal_speedup:.2f}", "length": "{length_share:.2f}",
     "bytes": "{bytes_bound:.2f}", "same": "{identical}/{compared}",
 }  # fmt: skip
-TIMES: dict[str, Cell] = {
-    "ms a token": "{ms_per_token:.2f}",
-    "pass, ms": "{pass_ms:.2f}",
-    "host": "{host_share:.2f}",
-}
+TIMES: dict[str, Cell] = {"ms a token": "{ms_per_token:.2f}", "pass, ms": "{pass_ms:.2f}", "host": "{host_share:.2f}"}
 
 
 def view(record: dict[str, Any]) -> Table:

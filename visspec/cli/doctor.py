@@ -8,10 +8,7 @@ import platform
 from visspec.cli.arguments import NoOptions
 
 NEEDED = "torch transformers diffusers torchvision pillow safetensors tqdm rich jinja2".split()
-OPTIONAL = {
-    "triton": "kernels on a CUDA device",
-    "torch_fidelity": "FID with the original Inception weights",
-}
+OPTIONAL = {"triton": "kernels on a CUDA device", "torch_fidelity": "FID with the original Inception weights"}
 
 
 def run(arguments: NoOptions) -> None:
