@@ -9,7 +9,7 @@ from tests.tiny_images import painter_processor
 from visspec import ImagePipeline
 from visspec.api.loading import load_image_model
 from visspec.models.mar import layout as mar
-from visspec.models.randar import model as any_order
+from visspec.models.randar import layout as any_order
 from visspec.models.var import layout as scale
 
 KINDS = {  # how a painter is made, its processor, what loads it, a tensor of it, and its type

@@ -21,17 +21,15 @@ from visspec.models.layers import over_vocabulary
 Below = Callable[[int, Tensor], Tensor]
 KINDS = ("vanilla", "gated", "rnn")
 SELECTOR = {"selector_rank": 256, "selector_top_k": 16}  # published values
-PUBLISHED = {  # published module names -> attributes of `Spark` and `CandidateSelector`
-    "candidate_selector": "",
-    "candidate_selector.hidden_projection": "hidden_projection",
-    "markov_head.markov_w1": "markov.down",
-    "markov_head.markov_w2": "markov.up",
-    "markov_head.gate_proj": "markov.gate",
-    "markov_head.joint_proj": "markov.joint",
-    "confidence_head.proj": "confidence.linear",
+PUBLISHED = {  # attributes of `Spark` and `CandidateSelector` -> published module names
+    "": "candidate_selector",
+    "hidden_projection": "candidate_selector.hidden_projection",
+    "markov.down": "markov_head.markov_w1",
+    "markov.up": "markov_head.markov_w2",
+    "markov.gate": "markov_head.gate_proj",
+    "markov.joint": "markov_head.joint_proj",
+    "confidence.linear": "confidence_head.proj",
 }
-WRITTEN = {own: name for name, own in PUBLISHED.items()}
-PREFIXES = ("candidate_selector.", "markov_head.", "confidence_head.", "prefix_gru.", "embed_proj.")
 
 
 class Markov(nn.Module):
@@ -267,7 +265,7 @@ def entries(head: Sequential | None, anchor: bool) -> dict[str, Any]:
     }
 
 
-def published_name(name: str, names: dict[str, str]) -> str:
-    """Rename a tensor by renaming the module that holds it."""
+def published_name(name: str) -> str:
+    """Return the published name of a head's tensor."""
     module, _, tensor = name.rpartition(".")
-    return ".".join(filter(None, (names.get(module, module), tensor)))
+    return f"{PUBLISHED.get(module, module)}.{tensor}"

@@ -10,8 +10,7 @@ from typing import Any
 from transformers import ChameleonConfig, ChameleonForConditionalGeneration
 
 from visspec.io.checkpoint import check_folder, read_json
-from visspec.models.codecs.vq_layout import load_taming_vq
-from visspec.models.codecs.vqgan import CODEC
+from visspec.models.codecs.vq_layout import CODEC, load_taming_vq
 from visspec.models.published_tensors import Weights, one_sentence, stock
 
 NORMS = (".q_norm.weight", ".q_norm.bias", ".k_norm.weight", ".k_norm.bias")

@@ -3,7 +3,7 @@
 
 The stock forward forbids image tokens, so its backbone and its LM head are called separately. A `PromptStyle` describes
 how the published models differ. transformers has no decoder for these codes; `codec` is one
-(`visspec.models.codecs.vqgan`).
+(`visspec.models.codecs.vq_layout`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diffusers import VQModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from visspec.models.codecs.vqgan import CODEC, ImageCodec
+from visspec.models.codecs.vq_layout import CODEC, ImageCodec
 from visspec.models.image_codes.target import (
     EncodedPrompt,
     Family,

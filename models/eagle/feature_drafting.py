@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from visspec.cache import to_device
+from visspec.cache import gather_rows, to_device
 from visspec.models.drafting import checkpoint
 from visspec.models.drafting.checkpoint import TargetT
 from visspec.models.drafting.memory import accepted_nodes, next_tokens
@@ -137,7 +137,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         """
         head, dtype = self.head, self.trained.dtype
         embed = self._next_embeddings(layout, following_BLd)
-        feature = head.reduced(layouts.pick(features_BLF, layout.token).to(dtype))
+        feature = head.reduced(gather_rows(features_BLF, layout.token.to(features_BLF.device)).to(dtype))
         latents, context = known or self._context(layout, embeddings.to(dtype), features_BLF.to(dtype))
         x_BTd = layouts.layer_inputs(head, layout, embed, feature, latents, context)
         section = self.config.mrope_section
@@ -148,7 +148,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
 
     def _next_embeddings(self, layout: layouts.PromptLayout, following_BLd: Tensor) -> Tensor:
         index = layout.token.clamp(max=following_BLd.shape[1] - 1)
-        return layouts.pick(following_BLd, index).to(self.trained.dtype)
+        return gather_rows(following_BLd, index.to(following_BLd.device)).to(self.trained.dtype)
 
     def _read_prompt(
         self,
@@ -249,7 +249,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             if level + 1 == depth:
                 break
             width, parent_BW = token_BW.shape[1], self._each(parent_BW, memory)
-            carried = layouts.pick(feature_BWd, parent_BW)
+            carried = gather_rows(feature_BWd, parent_BW.to(feature_BWd.device))
             entered_BW = self._each(self._level_inputs(token_BW, state, level), memory)
             bias, rope = memory.context_bias(1, level), memory.rope(memory.table, 1, level)
             seen = see_ancestors(seen, parent_BW.to(carried.device))
@@ -311,7 +311,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             values.append(value)
             feature = self.head.after_attention(x, query, partial(staggered_attention, keys=keys, values=values))
             for more, ahead in enumerate(self._spread(feature).unbind(-2)):
-                predicted = layouts.pick(ahead, (answer - more).clamp(min=0))
+                predicted = gather_rows(ahead, (answer - more).clamp(min=0))
                 out.append(Prediction(predicted, (index >= step + more) & (index < count)))
             if step + 1 < steps:
                 shifted = torch.cat([torch.zeros_like(feature[:, :1]), feature[:, :-1]], dim=1)

@@ -162,12 +162,6 @@ def layer_inputs(
     return torch.where((latent > 0)[..., None], latents[latent], text)
 
 
-def pick(x_BL: Tensor, index_BT: Tensor) -> Tensor:
-    """Return x[b, index[b, t]] for x of shape (B, L) or (B, L, ...)."""
-    index = index_BT.to(x_BL.device)
-    return x_BL[torch.arange(x_BL.shape[0], device=x_BL.device)[:, None], index]
-
-
 def positions_at(positions: Tensor, layout: PromptLayout, rows: int, section: tuple[int, ...]) -> Tensor:
     """Return position ids of the elements, (B, T), or (3, B, T) for a drafter with M-RoPE.
 

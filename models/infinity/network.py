@@ -110,6 +110,13 @@ class Texts:
     def __len__(self) -> int:
         return len(self.real)
 
+    def __getitem__(self, rows: list[int]) -> Texts:
+        return Texts(self.features[rows], self.real[rows], self.none[rows])
+
+    @property
+    def device(self) -> torch.device:
+        return self.real.device
+
 
 @dataclass(frozen=True, eq=False)
 class TextConditions:

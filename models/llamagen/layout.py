@@ -10,8 +10,7 @@ from typing import ClassVar
 
 from diffusers import VQModel
 
-from visspec.models.codecs.vq_layout import load_llamagen_vq
-from visspec.models.codecs.vqgan import ImageCodec, settings_of
+from visspec.models.codecs.vq_layout import ImageCodec, load_llamagen_vq, settings_of
 from visspec.models.folders import OwnImageModel, PartsConfig
 from visspec.models.llamagen.network import GUIDANCE, SIZES, LlamaGen, LlamaGenConfig, RandAR
 from visspec.models.published_tensors import Weights

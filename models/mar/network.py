@@ -6,7 +6,6 @@ number of known tokens over the rows, S slots of a sequence: those of the class,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,20 +107,7 @@ class MAR(Network):
         assert isinstance(head, DiffusionHead)
         return head
 
-    def forward(
-        self, values_BTd: Tensor, known_BT: Tensor, class_B: Tensor, counts: Sequence[int] | None = None
-    ) -> Tensor:
-        """Return conditions (B, T, D). known: which tokens are known; the values of others are ignored. class: numbers,
-        or UNCONDITIONAL. counts: number of known tokens per row; None reads it from the device.
-        """
-        counts = known_BT.sum(dim=1).tolist() if counts is None else counts
-        # known tokens first, in raster order; rows with fewer of them are padded
-        place_BK = known_BT.byte().argsort(dim=1, descending=True, stable=True)[:, : max(counts)]
-        seen_BK = None if min(counts) == max(counts) else known_BT.gather(1, place_BK)
-        known_BKd = values_BTd.gather(1, place_BK[..., None].expand(-1, -1, values_BTd.shape[-1]))
-        return self.conditions(known_BKd, place_BK, seen_BK, class_B)
-
-    def conditions(self, known_BKd: Tensor, place_BK: Tensor, seen_BK: Tensor | None, class_B: Tensor) -> Tensor:
+    def forward(self, known_BKd: Tensor, place_BK: Tensor, seen_BK: Tensor | None, class_B: Tensor) -> Tensor:
         """Return conditions (B, T, D) from known tokens and their positions in the image, in any order.
 
         seen: false at padding, or None without padding. The positions within a row must differ, including padding's.

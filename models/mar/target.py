@@ -25,7 +25,7 @@ from visspec.loop.output import VectorBuffer
 from visspec.models.folders import unpack
 from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import ImageLayout
-from visspec.models.mar.layout import MARImageModel, load
+from visspec.models.mar.layout import MARImageModel
 from visspec.models.mar.network import GUIDANCE, MAR, UNCONDITIONAL
 from visspec.models.vectors.diffusion_head import Schedule, schedule
 from visspec.models.vectors.head_distribution import HeadDistributions
@@ -74,7 +74,7 @@ class MARImages(VectorFamily):
 
     name = "mar"
     running = False
-    load = staticmethod(load)
+    load = staticmethod(MARImageModel.read)
 
     def __init__(
         self,
@@ -249,7 +249,7 @@ def conditions(
         classes = torch.cat([classes, torch.full_like(classes, UNCONDITIONAL)])
         order, values, place = (torch.cat([part, part]) for part in (order, values, place))
         seen = None if seen is None else torch.cat([seen, seen])
-    condition_MTD = model.conditions(values, order, seen, classes)
+    condition_MTD = model(values, order, seen, classes)
     return condition_MTD.gather(1, place[..., None].expand(-1, -1, condition_MTD.shape[-1])).flatten(0, 1)
 
 

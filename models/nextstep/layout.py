@@ -14,8 +14,7 @@ from diffusers import AutoencoderKL
 from transformers import Qwen2Config
 
 from visspec.io.checkpoint import check_positive, read_json
-from visspec.models.codecs.vq_layout import load_kl
-from visspec.models.codecs.vqgan import settings_of
+from visspec.models.codecs.vq_layout import load_kl, settings_of
 from visspec.models.folders import OwnImageModel, PartsConfig
 from visspec.models.nextstep.network import GUIDANCE, NextStep, NextStepConfig
 from visspec.models.published_tensors import Rules, Weights, one_sentence

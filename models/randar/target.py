@@ -32,7 +32,7 @@ from visspec.models.image_codes.target import EncodedPrompt, ImageAR, _repeat_tr
 from visspec.models.llamagen.layout import RandARClassModel
 from visspec.models.llamagen.network import RandAR
 from visspec.models.llamagen.target import LlamaGenImages
-from visspec.models.randar.model import RandARImageModel, load
+from visspec.models.randar.layout import RandARImageModel
 from visspec.sampling import warp
 from visspec.types import FREE, Draft, DrafterTraits, Outcome, Request, Scores, State, Target, Tree
 
@@ -61,7 +61,7 @@ class RandARImages(LlamaGenImages):
 class PromptedRandARImages(RandARImages):
     """`RandARImageModel`, a folder with a RandAR and its VQ model, as a family with texts as prompts."""
 
-    load = staticmethod(load)
+    load = staticmethod(RandARImageModel.read)
 
     def __init__(self, model: RandARImageModel, processor: Any = None, *, settings: GenerationConfig | None = None):
         super().__init__(model, processor, settings=settings)

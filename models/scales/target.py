@@ -60,6 +60,29 @@ class ScaleLayout(ImageLayout):
         return items[None]
 
 
+@dataclass(frozen=True, eq=False)
+class ScalePrompt:
+    """What B images are given, class numbers (B,) or `Texts`, and what stands in its place in unconditional rows."""
+
+    given: Any
+    against: Any
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    def of(self, images: list[int]) -> ScalePrompt:
+        return type(self)(self.given[images], self.against[images])
+
+    @property
+    def ids(self) -> Tensor:
+        """Placeholder ids (B, 1): the prompt has no tokens of the loop."""
+        return torch.zeros(len(self), 1, dtype=torch.long, device=self.given.device)
+
+    def rows(self, guided: bool) -> Any:
+        """Return what R rows are given, conditional rows first."""
+        return torch.cat([self.given, self.against]) if guided else self.given
+
+
 class ScaleImages(Family):
     """Base class of next-scale models as image families.
 

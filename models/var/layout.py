@@ -89,9 +89,6 @@ def check_codebook(name: str, other: VARImageModel, model: VARImageModel) -> Non
         raise ValueError(f"{name}: got a model with another codebook, expected the model's {len(theirs)} codes")
 
 
-load = VARImageModel.read
-
-
 NOT_WEIGHTS = r"attn_bias_for_masking$"  # follows from the scales
 NOT_VQ_WEIGHTS = r"quantize\.ema_vocab_hit_SV$"  # a histogram of used codes
 SMOOTH = "quantize.quant_resi.qresi_ls."

@@ -19,7 +19,7 @@ from visspec import registry
 from visspec.io import checkpoint, hub, included
 from visspec.io.files import Json, unwritable, write_json
 from visspec.io.provenance import provenance
-from visspec.models.codecs.vqgan import CODEC
+from visspec.models.codecs.vq_layout import CODEC
 from visspec.models.drafting.checkpoint import PROVENANCE
 from visspec.registry import DRAFTER, DrafterSpec
 from visspec.types import Acceptance, ConfiguredModel, Drafter, Order

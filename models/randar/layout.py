@@ -83,7 +83,7 @@ class RandARImageModel(OwnImageModel):
 
 
 class JanusCodec:
-    """A stock `JanusVQVAE` with the interface of `vqgan.ImageCodec`."""
+    """A stock `JanusVQVAE` with the interface of `layouts_vq.ImageCodec`."""
 
     def __init__(self, model: JanusVQVAE):
         self.model = model
@@ -102,6 +102,3 @@ class JanusCodec:
     def decode(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         """Decode codes (B, T) in raster order to pixels (B, height, width, 3), float32 in [-1, 1]."""
         return self.model.decode(cast(torch.LongTensor, tokens)).permute(0, 2, 3, 1).float().clamp(-1, 1)
-
-
-load = RandARImageModel.read
