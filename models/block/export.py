@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from visspec.io.checkpoint import write_folder
+from visspec.io.checkpoint import check_choice, write_folder
 from visspec.models.block.dflash2 import CONVOLUTIONS
 from visspec.models.block.sequential import CandidateSelector, Domino, Spark, entries, published_name
 from visspec.models.drafting.published_config import VERSION, speculators_config
@@ -56,8 +56,7 @@ def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | No
 
 def check_form(drafter: BlockModel, form: str) -> None:
     """Raise ValueError if a published form cannot represent a drafter."""
-    if form not in FORMS:
-        raise ValueError(f"form: got {form!r}, expected one of {', '.join(FORMS)}")
+    check_choice("form", form, FORMS)
     block, plain, flat = drafter.form, type(drafter.form)(), ("scale", "multiplier", "softcap")
     only = {"dflash": flat, "dflash2": flat, "domino": ("anchor", *flat), "transformers": ()}
     walks: dict[str, Any] = {"dflash2": CandidateSelector, "dspark": Spark, "domino": Domino}

@@ -17,6 +17,7 @@ from diffusers import VQModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from visspec.io.checkpoint import check_choice
 from visspec.models.codecs.vq_layout import CODEC, ImageCodec
 from visspec.models.image_codes.target import (
     EncodedPrompt,
@@ -76,8 +77,8 @@ class Chameleon(Family):
     def __init__(
         self, model: PreTrainedModel, processor: Processor, codec: Any = None, style: str | PromptStyle = "anole"
     ):
-        if isinstance(style, str) and style not in STYLES:
-            raise ValueError(f"style: got {style!r}, expected one of {', '.join(STYLES)}")
+        if isinstance(style, str):
+            check_choice("style", style, STYLES)
         self.style = STYLES[style] if isinstance(style, str) else style
         codec = stored_codec(model) if codec is None else codec
         self.model, self.processor, self.codec, self.name = model, processor, codec, model.config.model_type

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from visspec.cache import gather_rows, to_device
+from visspec.io.checkpoint import check_whole
 from visspec.models.drafting import checkpoint
 from visspec.models.drafting.checkpoint import TargetT
 from visspec.models.drafting.memory import accepted_nodes, next_tokens
@@ -47,9 +48,8 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
 
     def __init__(self, head: EagleHead, embed: nn.Module, lm_head: nn.Module, like: Tensor, width: int, nodes: int):
         """embed: embedding of drafted ids. like: a weight of the target, for device and dtype."""
-        for name, value, most in (("width", width, MOST_CHILDREN), ("nodes", nodes, MAX_NODES - 1)):
-            if not 1 <= value <= most:
-                raise ValueError(f"{name}: got {value}, expected a whole number from 1 to {most}")
+        check_whole("width", width, 1, MOST_CHILDREN)
+        check_whole("nodes", nodes, 1, MAX_NODES - 1)
         config = head.config
         self.head, self.config = head.to(like.device).eval(), config
         self.embed, self.lm_head = cast(nn.Embedding, embed), cast(nn.Linear, lm_head)
@@ -164,7 +164,9 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         """
         start = 0
         for x_BTd, turn_BTC in parts:
-            kv = self.layer.keys_values(x_BTd.to(self.dtype), turn_BTC)
+            rows, width = x_BTd.shape[:2]
+            qkv = self.layer.project(x_BTd.to(self.dtype).flatten(0, 1), rows, width, turn_BTC)
+            kv = qkv[:, :, self.layer.heads :]
             memory.write_prompt(kv, lengths, start)
             start += kv.shape[1]
         memory.add(state.pending[:, None], last, [1] * len(last))

@@ -20,6 +20,7 @@ from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from visspec.io.checkpoint import check_choice
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.layers import GeluMLP, Network, rotate
 
@@ -76,8 +77,7 @@ class LlamaGenConfig:
         object.__setattr__(self, "intermediate", self.intermediate or feed_forward_width(self.hidden_size))
         if self.hidden_size % (4 * self.heads):
             raise ValueError(f"hidden_size: got {self.hidden_size}, expected a multiple of 4 * {self.heads} heads")
-        if self.condition not in CONDITIONS:
-            raise ValueError(f"condition: got {self.condition!r}, expected 'class' or 'caption'")
+        check_choice("condition", self.condition, CONDITIONS)
 
     @property
     def head_size(self) -> int:

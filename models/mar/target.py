@@ -21,6 +21,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from visspec.distributions import Denoising
+from visspec.io.checkpoint import check_choice
 from visspec.loop.output import VectorBuffer
 from visspec.models.folders import unpack
 from visspec.models.image_codes.class_numbers import class_numbers
@@ -86,8 +87,7 @@ class MARImages(VectorFamily):
         denoising_steps: int | None = None,
         settings: GenerationConfig | None = None,
     ):
-        if scale not in SCALES:
-            raise ValueError(f"scale: got {scale!r}, expected one of {', '.join(SCALES)}")
+        check_choice("scale", scale, SCALES)
         if isinstance(model, MARImageModel):
             plan, self.labels = plan or model.schedule(denoising_steps), tuple(model.config.labels)
         net, autoencoder, guidance = unpack(model, autoencoder, settings)

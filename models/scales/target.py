@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from visspec.distributions import Maps
+from visspec.io.checkpoint import check_choice
 from visspec.loop.output import ScaleBuffer
 from visspec.models.folders import OwnImageModel, unpack
 from visspec.models.image_codes.target import Family, ImageLayout
@@ -90,7 +91,6 @@ class ScaleImages(Family):
         model: The network, or a folder's model.
         processor: Encodes texts, if prompts are texts.
         codec: The autoencoder, needed to generate.
-        per_scale: Settings that override the call's at each scale.
         ramp: Guidance by scale, "linear" or "constant"; by default as published.
         refiner: A model for the scales from number `handover` on (CoDe).
         handover: First scale of the refiner.
@@ -119,8 +119,7 @@ class ScaleImages(Family):
         if guidance is not None:
             self.default_guidance = guidance
         ramp = self.default_ramp if ramp is None else ramp
-        if ramp not in RAMPS:
-            raise ValueError(f"ramp: got {ramp!r}, expected one of {', '.join(RAMPS)}")
+        check_choice("ramp", ramp, RAMPS)
         if not isinstance(vae, self.autoencoder[0]):
             raise ValueError(f"codec: got {type(vae).__name__}, expected {self.autoencoder[1]}")
         self.model = net
