@@ -321,3 +321,15 @@ def test_help_is_light(argv):
     )
     done = subprocess.run([sys.executable, "-P", "-c", program, *argv], check=True, capture_output=True, timeout=100)
     assert argv != ["--version"] or done.stdout.decode() == f"visspec {visspec.__version__}\n"
+
+
+def test_text_needs_no_diffusers():
+    """Importing it takes ten seconds, and prints warnings of packages that it finds."""
+    program = (
+        "import sys, torch, visspec\nfrom transformers import LlamaConfig, LlamaForCausalLM\n"
+        "sizes = dict(vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)\n"
+        "fast = visspec.accelerate(LlamaForCausalLM(LlamaConfig(**sizes)).eval())\n"
+        "fast.generate(input_ids=torch.tensor([[1, 2, 3]]), max_new_tokens=4)\n"
+        "assert 'diffusers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-P", "-c", program], check=True, capture_output=True, timeout=100)

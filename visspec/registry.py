@@ -28,6 +28,7 @@ from visspec.types import ConfiguredModel, Drafter, Order
 
 DrafterSpec = str | Path | Drafter | nn.Module | None
 DRAFTER = "drafter"  # name of the folder of a model's own drafter
+CODEC = "codec"  # and of a codec that transformers' model lacks
 KINDS = {"drafter": "drafters", "rule": "rules", "length": "lengths", "order": "orders", "family": "families",
          "layout": "layouts", "preset": "presets", "recipe": "recipes", "model": "models"}  # fmt: skip
 ARGUMENTS = {"rule": "acceptance", "recipe": "preset"}  # the user's argument, if it is not called like the kind

@@ -10,8 +10,9 @@ from typing import Any
 from transformers import ChameleonConfig, ChameleonForConditionalGeneration
 
 from visspec.io.checkpoint import check_folder, read_json
-from visspec.models.codecs.vq_layout import CODEC, load_taming_vq
+from visspec.models.codecs.vq_layout import load_taming_vq
 from visspec.models.published_tensors import Weights, one_sentence, stock
+from visspec.registry import CODEC
 
 NORMS = (".q_norm.weight", ".q_norm.bias", ".k_norm.weight", ".k_norm.bias")
 VQ = "model.vqmodel."

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from visspec.io.checkpoint import check_choice
-from visspec.models.codecs.vq_layout import CODEC, ImageCodec
+from visspec.models.codecs.vq_layout import ImageCodec
 from visspec.models.image_codes.target import (
     EncodedPrompt,
     Family,
@@ -27,6 +27,7 @@ from visspec.models.image_codes.target import (
     left_padded,
     positions_from_mask,
 )
+from visspec.registry import CODEC
 from visspec.types import Processor
 
 BOS, BEGIN, END, TURN = "<s>", "<racm3:break>", "<eoss>", "<reserved08706>"

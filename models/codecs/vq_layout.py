@@ -22,8 +22,6 @@ from torch import Tensor
 
 from visspec.models.published_tensors import GROUPS, ModuleT, Rules, Weights
 
-CODEC = "codec"  # subfolder of a transformers model's folder
-
 
 def settings_of(model: ConfigMixin) -> dict[str, Any]:
     """Return the arguments that a diffusers model was created with."""

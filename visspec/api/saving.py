@@ -19,9 +19,8 @@ from visspec import registry
 from visspec.io import checkpoint, hub, included
 from visspec.io.files import Json, unwritable, write_json
 from visspec.io.provenance import provenance
-from visspec.models.codecs.vq_layout import CODEC
 from visspec.models.drafting.checkpoint import PROVENANCE
-from visspec.registry import DRAFTER, DrafterSpec
+from visspec.registry import CODEC, DRAFTER, DrafterSpec
 from visspec.types import Acceptance, ConfiguredModel, Drafter, Order
 
 FILE = "visspec.json"
