@@ -60,21 +60,18 @@ def read_all_tensors(path: str | Path) -> dict[str, Tensor]:
     return unwrap_names(tensors, path)
 
 
-def rename_tensor(name: str, rules: Rules) -> str:
-    """Apply all rules to a name, in order. A rule is a pattern and a replacement for re.sub."""
-    for pattern, replacement in rules:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
 def rename(tensors: Mapping[str, Value], rules: Rules, dropped: str = "(?!)") -> dict[str, tuple[str, Value]]:
-    """Map new names to (published name, tensor or its shape). Names whose start matches `dropped` are omitted."""
+    """Map new names to (published name, tensor or its shape). A rule is a pattern and a replacement for `re.sub`; all
+    apply, in order. Names whose start matches `dropped` are omitted.
+    """
     rules = list(rules)
     named: dict[str, tuple[str, Value]] = {}
     for name, tensor in tensors.items():
         if re.match(dropped, name):
             continue
-        new = rename_tensor(name, rules)
+        new = name
+        for pattern, replacement in rules:
+            new = re.sub(pattern, replacement, new)
         if new in named:
             raise ValueError(f"checkpoint: tensors {named[new][0]!r} and {name!r} have the same name in our layout")
         named[new] = (name, tensor)

@@ -269,7 +269,7 @@ def test_nextstep_loads_as_published(tmp_path, table, used, normalised):
     tensors = filled(nextstep_names(table), 0.1)
     folder = nextstep_folder(tmp_path / "a", tensors, use_gen_pos_embed=used)
     model = layouts_nextstep.load_nextstep(folder, normalised=normalised)
-    assert (model.config.channels, model.config.patch, model.config.image_start) == (4, 2, 37)
+    assert (model.config.size, model.config.patch, model.config.image_start) == (16, 2, 37)
     config = LlamaConfig(vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, rms_norm_eps=1e-5,
                          num_attention_heads=4, num_key_value_heads=2, rope_theta=1e6, attention_bias=True)  # fmt: skip
     llama = LlamaModel(config).eval()  # as the authors', but their output projections have no bias

@@ -83,12 +83,9 @@ class Sequential(nn.Module):
 
     remembers = False  # a place's distribution depends on more than the token before it, which rules out trees
     candidates = 0  # number of tokens kept per place; 0: all
-
-    def begun(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
-        """Start a draft, given logits and hidden states of the pass. Returns a function to be called for the places in
-        turn: from a place's index and the tokens above it (B, W) to the logits of its distributions, (B, W, V).
-        """
-        raise NotImplementedError
+    # (logits (B, K, V) and hidden states (B, K, d) of a pass): a function to be called for the places in turn, from a
+    # place's index and the tokens above it (B, W) to the logits of its distributions, (B, W, V)
+    begun: Callable[[Tensor, Tensor], Below]
 
     def likeliest(self, logits_BKV: Tensor, hidden_BKd: Tensor, token_B: Tensor) -> Tensor | None:
         """Return the chain (B, K) of each place's likeliest token, if that is possible without a sequential walk."""

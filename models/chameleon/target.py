@@ -48,11 +48,6 @@ class PromptStyle:
     sized: bool = False  # the image begins with two tokens for its height and width in steps
     unconditional: tuple[str, ...] = (BOS,)  # prompt tokens before the header that the unconditional prompt keeps
 
-    def header(self, layout: ImageLayout, codes_per_step: int) -> list[str]:
-        """Return the tokens between the words and the first code."""
-        counts = [side // codes_per_step for side in layout.grid] if self.sized else []
-        return [BEGIN, *(f"<reserved{8800 + count:05d}>" for count in counts)]
-
 
 STYLES = {
     "anole": PromptStyle("{}", guidance=3.0, size=512),
@@ -133,8 +128,9 @@ class Chameleon(Family):
         """Build the prompt from the ids of each prompt's words, without special ids, and those of the negative prompts
         (None: the unconditional one).
         """
-        ids = self.token_ids
-        header = [ids[name] for name in self.style.header(layout, max(self.style.step // self.factor, 1))]
+        ids, codes_per_step = self.token_ids, max(self.style.step // self.factor, 1)
+        counts = [side // codes_per_step for side in layout.grid] if self.style.sized else []
+        header = [ids[name] for name in (BEGIN, *(f"<reserved{8800 + count:05d}>" for count in counts))]
         rows = [[ids[BOS], *row, ids[TURN], *header] for row in words]
         if guided:
             plain = [*(ids[name] for name in self.style.unconditional), *header]

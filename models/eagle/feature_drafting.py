@@ -10,7 +10,7 @@ Shapes: B rows, T elements, N elements of all rows, d hidden size, F features, V
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from visspec.models.drafting.structure import Chain, StructuredDrafter, ranking,
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead, turns, turns_at
-from visspec.models.eagle.layer import DraftLayer, FeatureMemory, FoldedLayer, head_logits
+from visspec.models.eagle.layer import DraftLayer, FeatureMemory, FoldedLayer
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Prediction, Scores, State, TrainingBatch, Verdict
 
 GROWING = threading.Lock()  # a shorter table must never replace a longer one
@@ -37,8 +37,14 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     """A drafter with an `EagleHead`; subclasses read the prompts. width 1 drafts chains, larger widths dynamic trees
     of at most `nodes` nodes; `shaped` changes both.
 
-    Subclasses define `start` (with `_read_prompt`), `_plan` and `_following`, and may override the other hooks.
+    Subclasses define `start` (with `_read_prompt`) and the four hooks below, and may override the others.
     """
+
+    _like: Callable[..., Tensor]  # (target): any tensor with its device and dtype
+    _plan: Callable[..., layouts.PromptLayout]  # (ids (B, L), attention (B, L) or None): the elements of prompts
+    # (layout, embeddings (B, L, d), features (B, L, F)): latents and context vectors for `layouts.layer_inputs`
+    _context: Callable[..., tuple[Tensor, Tensor]]
+    _following: Callable[[TrainingBatch], Tensor]  # embeddings of all tokens but the first, (B, L + M - 1, d)
 
     head: EagleHead
     config: EagleConfig
@@ -91,10 +97,6 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         self._embed_again(target)
         self.refresh()
 
-    def _like(self, target: TargetT) -> Tensor:
-        """Return a tensor that has the target's device and dtype."""
-        raise NotImplementedError
-
     def _embed_again(self, target: TargetT) -> None:
         """Rebuild the embedding of drafted ids from the target's weights, if it is not a module of the target."""
 
@@ -113,12 +115,6 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             if self._turns.shape[0] < table.shape[0]:
                 self._turns = table
         return table
-
-    def _context(
-        self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the latents and context vectors of all elements, as `layouts.layer_inputs` takes them."""
-        raise NotImplementedError
 
     def elements(
         self,
@@ -260,30 +256,14 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             feature_BWd = self.layer.after_attention(x_Nd, query_BWHE.flatten(0, 1), attend).view(rows, width, -1)
         return tree_builder.finish(self.structure(state).nodes)
 
-    def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
-        """Return the elements of prompts."""
-        raise NotImplementedError
-
     def _training_layout(self, batch: TrainingBatch) -> layouts.PromptLayout:
         """Return the elements of a training batch: prompts and answers."""
         plan = self._plan(batch.host_ids[:, : batch.prompt_length], batch.host_attention)
         return layouts.extend(plan, batch.prompt_length, batch.lengths)
 
-    def _following(self, batch: TrainingBatch) -> Tensor:
-        """Return the embeddings of a training batch's tokens except the first, (B, L + M - 1, d)."""
-        raise NotImplementedError
-
     def _training_positions(self, batch: TrainingBatch) -> Tensor:
         """Return the positions of a training batch's tokens, (B, L + M - 1) or (3, B, L + M - 1)."""
         return batch.positions
-
-    def _spread(self, feature: Tensor) -> Tensor:
-        """Return the features (..., K, d) of the K tokens that one pass predicts."""
-        return feature[..., None, :]
-
-    def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Return logits (..., V) over `ids` of predicted features (..., d), with the weights being trained."""
-        return head_logits(self.lm_head, states, self.dtype)
 
     def rollout(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
         """Run self-fed training steps over whole answers (`visspec.train.capture.TrainingBatch`).
@@ -312,7 +292,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             keys.append(key)
             values.append(value)
             feature = self.head.after_attention(x, query, partial(staggered_attention, keys=keys, values=values))
-            for more, ahead in enumerate(self._spread(feature).unbind(-2)):
+            for more, ahead in enumerate(self.head.spread(feature).unbind(-2)):
                 predicted = gather_rows(ahead, (answer - more).clamp(min=0))
                 out.append(Prediction(predicted, (index >= step + more) & (index < count)))
             if step + 1 < steps:

@@ -11,9 +11,8 @@ ModelOpt) or 0 name layers whose outputs are read, hidden_states[i + 1].
 from __future__ import annotations
 
 import logging
-import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,7 +38,7 @@ from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.export import IDS, LAYER, MIDLAYER, SIZES
 from visspec.models.eagle.head import EagleHead
 from visspec.models.layers import depth
-from visspec.models.published_tensors import load_published, rename_tensor
+from visspec.models.published_tensors import load_published
 
 logger = logging.getLogger(__name__)
 EMBEDDING = "embed_tokens.weight"
@@ -89,8 +88,7 @@ def read(
     it reads weights, unless the tensors are exactly those of the form and of this target.
     """
     used = [pair for pair in PREFIXES if any(name.startswith(pair[0]) for name in shapes)]
-    rules = [("^" + re.escape(theirs), ours) for theirs, ours in used]
-    inverse = [("^" + re.escape(ours), theirs) for theirs, ours in used]
+    inverse = [(ours, theirs) for theirs, ours in used]
     missing = _padding(data, model)
     if missing:
         data = {**data, "vocab_size": vocabulary(model)}
@@ -105,7 +103,7 @@ def read(
 
     with sentence_of(folder), torch.device("meta"):
         data = _normed(folder, form, data, norm_output)
-        own_shapes = {rename_tensor(name, rules): shape for name, shape in shapes.items()}
+        own_shapes = {_renamed(name, used): shape for name, shape in shapes.items()}
         config = config_of(folder, form, data, own_shapes, model, images, layers)
         EagleDrafter.check_target(config, model)
         head = EagleHead(config)
@@ -113,12 +111,17 @@ def read(
     ignored = (*OF_THE_TARGET, "d2t", "t2d") if whole else OF_THE_TARGET
 
     def published(own: str) -> str:
-        return rename_tensor(own, inverse)
+        return _renamed(own, inverse)
 
     head = load_published(head, shapes, tensors, folder, model.dtype, published, ignored)
     if head.ids is not None:
         check_ids(folder, head.ids, head.t2d, config.vocab)
     return EagleDrafter(head, model, **options)
+
+
+def _renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """Replace the prefix of a tensor's name."""
+    return next((new + name.removeprefix(old) for old, new in pairs if name.startswith(old)), name)
 
 
 def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:

@@ -19,6 +19,9 @@ from visspec.models.mar.network import GUIDANCE, MAR, SIZES, MARConfig
 from visspec.models.published_tensors import Weights
 from visspec.models.vectors.diffusion_head import Schedule, schedule
 
+SCALING = 0.2325  # scaling factor of the published latents
+HEAD = "diffloss.net."
+
 
 class MARImageConfig(PreTrainedConfig):
     """network: sizes, see `MARConfig`. labels: the prompt of each class. predicts: what the head predicts, a key of
@@ -71,10 +74,6 @@ class MARImageModel(OwnImageModel):
         """Return the steps of a token's chain, by default `denoising_steps`, with noise in the last one."""
         plan = schedule(self.config.denoising_steps if steps is None else steps, learned=True)
         return replace(plan, predicts=self.config.predicts)
-
-
-SCALING = 0.2325  # scaling factor of the published latents
-HEAD = "diffloss.net."
 
 
 def load_mar(path: str | Path, heads: int | None = None) -> MAR:

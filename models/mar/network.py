@@ -112,11 +112,6 @@ class MAR(Network):
 
         seen: false at padding, or None without padding. The positions within a row must differ, including padding's.
         """
-        x = self._encode(known_BKd, place_BK, seen_BK, class_B)
-        return self._decode(x, place_BK, seen_BK)
-
-    def _encode(self, known_BKd: Tensor, place_BK: Tensor, seen_BK: Tensor | None, class_B: Tensor) -> Tensor:
-        """Encode the class's slots and the known tokens: (B, buffer + K, D)."""
         buffer, mask = self.config.buffer, None
         if seen_BK is not None:
             known_BKd = known_BKd.where(seen_BK[..., None], 0.0)  # masked slots have zero weight, but NaN would spread
@@ -128,11 +123,7 @@ class MAR(Network):
         x = self.z_proj_ln(x)
         for block in self.encoder_blocks:
             x = block(x, mask)
-        return self.encoder_norm(x)
-
-    def _decode(self, x_BSD: Tensor, place_BK: Tensor, seen_BK: Tensor | None) -> Tensor:
-        buffer = self.config.buffer
-        first, known_BKD = self.decoder_embed(x_BSD).split([buffer, place_BK.shape[1]], dim=1)
+        first, known_BKD = self.decoder_embed(self.encoder_norm(x)).split([buffer, place_BK.shape[1]], dim=1)
         if seen_BK is not None:
             known_BKD = known_BKD.where(seen_BK[..., None], self.mask_token)
         tokens_BTD = self.mask_token.repeat(len(first), self.config.tokens, 1)

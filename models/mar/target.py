@@ -92,20 +92,15 @@ class MARImages(VectorFamily):
             plan, self.labels = plan or model.schedule(denoising_steps), tuple(model.config.labels)
         net, autoencoder, guidance = unpack(model, autoencoder, settings)
         self.model = self.decoder = net
-        self.processor, self.autoencoder, self.scale = processor, autoencoder, scale
+        self.processor, self.scale = processor, scale
         self.chains = HeadDistributions(net.head, plan or schedule(STEPS, learned=net.head.learned))
         self.steps = self.chains.steps
         self.default_guidance = GUIDANCE.get(net.config.width, 1.0) if guidance is None else guidance
         self.side = math.isqrt(net.config.tokens)
         self.factor = 16
-        if autoencoder is None:
-            self.no_pixels = "no autoencoder was given (visspec.models.mar.layout.load_mar_vae)"
-            return
-        self.patch = math.isqrt(net.config.size // autoencoder.config.latent_channels)
-        if autoencoder.config.latent_channels * self.patch**2 != net.config.size:
-            channels = autoencoder.config.latent_channels
-            raise ValueError(f"autoencoder: got {channels} channels, which do not fit tokens of size {net.config.size}")
-        self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
+        if autoencoder is not None:
+            self.patch = math.isqrt(net.config.size // autoencoder.config.latent_channels)
+        self.use_autoencoder(autoencoder, net.config.size, "visspec.models.mar.layout.load_mar_vae")
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         return ImageLayout.only(self.side, self.side * self.factor, height, width, "those of the positions")

@@ -129,7 +129,9 @@ class ScaleImages(Family):
         self.refiner, self.handover, self.budget = refiner, handover, budget
         self.scales, self.codes = net.config.scales, net.config.codes
         self.sizes = tuple(size * self.codec.quantize.each for size in self.scales.sizes)  # codes of each map
-        check_codec(net, self.codec)
+        got, want = (vae.shape.codes, vae.shape.size), (net.config.codes, net.config.code_size)
+        if got != want:
+            raise ValueError(f"codec: got {got[0]} codes of {got[1]}, expected the model's {want[0]} of {want[1]}")
         if (refiner is None) != (handover is None):
             raise ValueError(f"handover: got {handover}, expected a refiner and its first scale's number, or neither")
         if refiner is not None and handover is not None:
@@ -176,13 +178,6 @@ class ScaleImages(Family):
 
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         return self.codec.decode(tokens, self.scales).float() / 2 + 0.5
-
-
-def check_codec(model: NextScale, codec: ScaleVAE) -> None:
-    """Raise ValueError unless the codec's codes are the model's."""
-    got, want = (codec.shape.codes, codec.shape.size), (model.config.codes, model.config.code_size)
-    if got != want:
-        raise ValueError(f"codec: got {got[0]} codes of {got[1]}, expected the model's {want[0]} of {want[1]}")
 
 
 def check_alike(name: str, other: NextScale, model: NextScale) -> None:
