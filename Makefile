@@ -23,6 +23,9 @@ $(VENV)/.ready: $(VENV)/.demo
 demo: $(VENV)/.demo
 	$(BIN)/visspec demo
 
+# both workers, and the processes that tests start, read compiled modules where an earlier run left them
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 test: $(VENV)/.ready

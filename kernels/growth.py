@@ -57,7 +57,10 @@ def ancestors(parent: Tensor, levels: int | None = None) -> Tensor:
     """Compute (B, N, N) bool from parent (B, N) int, -1 at a root, earlier nodes elsewhere: [n, m] is true if m is n or
     an ancestor of n.
 
-    levels: upper bound of the depth (default N - 1). Raises ValueError or TypeError naming the argument.
+    Raises ValueError or TypeError naming the argument.
+
+    Args:
+        levels: Upper bound of the depth (default N - 1).
     """
     check_tensor("parent", parent, (None, None), INTS)
     levels = max(parent.shape[1] - 1, 0) if levels is None else int(levels)

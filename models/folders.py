@@ -44,8 +44,11 @@ class OwnImageModel(PreTrainedModel):
 
     @classmethod
     def of(cls, entries: dict[str, Any], settings: dict[str, Any], **parts: nn.Module) -> Self:
-        """Build a model from loaded parts, by attribute name. entries: fields of its configuration; settings: of
-        `generation_config`.
+        """Build a model from loaded parts, by attribute name.
+
+        Args:
+            entries: Fields of its configuration.
+            settings: Fields of `generation_config`.
         """
         configuration = cls.config_class
         assert configuration is not None
@@ -77,13 +80,15 @@ class OwnImageModel(PreTrainedModel):
         assert configuration is not None
         entries = read_json(where, "config.json")
         if entries.get("model_type") != configuration.model_type:
-            raise ValueError(f"model_type: got {entries.get('model_type')!r}, expected {configuration.model_type!r}")
+            raise ValueError(f"model_type: got {entries.get('model_type')!r}, expected {configuration.model_type!r}.")
         try:
             with torch.device("meta"):
                 check_shapes(cls(configuration.from_dict(entries)), read_shapes(where), where)
             model: Any = cls(configuration.from_dict(entries))
         except Exception as error:  # raised by whichever library checks the wrong entry
-            raise ValueError(f"model: config.json of {where} does not describe a model ({first_line(error)})") from None
+            raise ValueError(
+                f"model: config.json of {where} does not describe a model ({first_line(error)})."
+            ) from None
         load_strictly(model.to(dtype), read_tensors(where), where)
         if (where / GENERATION_CONFIG_NAME).is_file():
             model.generation_config = GenerationConfig.from_dict(read_json(where, GENERATION_CONFIG_NAME))

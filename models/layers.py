@@ -58,7 +58,9 @@ def load_exactly(kind: Any, argument: str, where: object, **options: object) -> 
     for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(keys):
             name = sorted(map(str, info[keys]))[0]
-            raise ValueError(f"{argument}: {where} has {keys.replace('_', ' ')} ({name}), expected the model's tensors")
+            raise ValueError(
+                f"{argument}: {where} has {keys.replace('_', ' ')} ({name}), expected the model's tensors."
+            )
     return model
 
 

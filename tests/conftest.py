@@ -10,6 +10,7 @@ from hypothesis import settings
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
+gc.disable()  # while modules are imported: see pytest_collection_finish
 settings.register_profile("visspec", derandomize=True, deadline=None, max_examples=25, database=None)
 settings.load_profile("visspec")
 
@@ -26,6 +27,7 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -6,14 +6,16 @@ import torch
 import visspec
 from tests import doubles
 from tests.doubles import NEW, Grower, Hostile, Oracle, TreeOracle, drafted, fast, forced, new_tokens, opened, stock
-from tests.tiny import DISTINCT, FAMILIES, IMAGE, VIDEO, VIDEOS, VISUAL, model_of, prompt, shapes, single_row
+from tests.tiny import DISTINCT, FAMILIES, IMAGE, TWINS, VIDEO, VIDEOS, VISUAL, model_of, prompt, shapes, single_row
 from visspec import tree as trees
 from visspec.loop.decode import apply_verdict
 from visspec.types import Verdict
 
 BRANCHING = (-1, 0, 0, 1, 1, 3, 2, 5)
 CASES = [(name, shape) for name in FAMILIES for shape in shapes(name)]
-each_case = pytest.mark.parametrize("name,shape", CASES, ids=[f"{n}-{s}" for n, s in CASES])
+each_case = pytest.mark.parametrize("name,shape", [  # of families that are as another one, ragged batches alone
+    pytest.param(n, s, marks=[pytest.mark.nightly] * (n in TWINS and s != "ragged")) for n, s in CASES
+])  # fmt: skip
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # logits have a spread of 3 and more; measured differences are below 2e-5
 
 

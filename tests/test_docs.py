@@ -19,6 +19,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 import visspec
+from tests import readme_table
 from tests import test_convert as published
 from tests import test_lantern_drafters as lantern
 from tests import test_videos as videos
@@ -92,6 +93,17 @@ def test_links_lead_somewhere():
             if "://" not in link:
                 assert not file or (home / file).exists(), (page, link)
                 assert not anchor or anchor in heads[Path(file).name or page], (page, link)
+
+
+def test_results_of_readme():
+    """The table is that of docs/results.json, whose figures are those of the pages that explain them."""
+    assert readme_table.with_table(PAGES["README.md"]) == PAGES["README.md"], "python -P tests/readme_table.py"
+    explained = " ".join((PAGES["results.md"] + PAGES["gpu.md"]).replace("**", "").split())
+    for row in json.loads((ROOT / "docs" / "results.json").read_text()):
+        assert {"what", "model", "dtype", "machine", "n", "date", "commit", "command"} < set(row)
+        for figure in row["figures"]:
+            ratio = readme_table.figure_text({**figure, "name": ""}, figure.get("n", row["n"])).strip()
+            assert re.search(rf"(?<![\d.]){re.escape(ratio)}", explained), (row["what"], ratio)
 
 
 # --- what stands for the names of a page ------------------------------------------------------------------------------

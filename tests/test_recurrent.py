@@ -70,6 +70,10 @@ MODELS = {
     "falcon_h1": lambda: built(tf.FalconH1ForCausalLM, tf.FalconH1Config(**MAMBA, mamba_d_ssm=64)),
 }
 each_model = pytest.mark.parametrize("name", MODELS)
+TWINS = {"qwen3_next", "bamba"}  # their layers are Qwen 3.5's and Granite's
+each_kind = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in TWINS)) for name in MODELS]
+)
 
 
 @functools.cache
@@ -153,7 +157,7 @@ def test_replays_are_bounded(name, most, monkeypatch):
     assert max(result.state.cache.past.replayed) <= most + 6
 
 
-@each_model
+@each_kind
 def test_a_row_of_a_seed_is_as_alone(name):
     lengths = (12, 7, 3)
     inputs = prompt(name, lengths)
@@ -169,7 +173,7 @@ def test_a_row_of_a_seed_is_as_alone(name):
         assert new_tokens(fast.generate(**alone, **options, seed=[2]), alone) == expected[1:2]
 
 
-@each_model
+@each_kind
 def test_rows_enter_a_running_batch(name):
     """Continuous batching: states and replays move with their rows."""
     lengths = (12, 7, 3, 9, 5)

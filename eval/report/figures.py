@@ -114,7 +114,11 @@ def bounds(values: Sequence[float], margin: float = 0.06) -> tuple[float, float]
 
 
 def bars(entries: Sequence[Bar], words: str, log: bool = False) -> Markup:
-    """Draw ratios with their intervals, largest first, and a line at 1. `log`: on a logarithmic axis."""
+    """Draw ratios with their intervals, largest first, and a line at 1.
+
+    Args:
+        log: Whether the axis is logarithmic.
+    """
     entries = sorted(entries, key=lambda bar: -bar.value)
     ends = [1.0] + [v for bar in entries for v in (bar.value, *(bar.interval or ()))]
     left, pitch = 130, 20

@@ -68,7 +68,9 @@ class RecurrentStateCheckpoints:
         """Raise ValueError unless the model keeps the states of all these layers here."""
         for index, layer in self.layers.items():
             if not any(layer.has_previous_state.values()):
-                raise ValueError(f"model: {type(model).__name__} keeps the state of layer {index} outside of its cache")
+                raise ValueError(
+                    f"model: {type(model).__name__} keeps the state of layer {index} outside of its cache."
+                )
 
     def _states(self) -> list[tuple[dict, int]]:
         """Return where each tensor is: a dictionary of a layer, and a key."""

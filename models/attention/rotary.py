@@ -30,8 +30,9 @@ def modules(model: nn.Module) -> list[nn.Module]:
 class SteppedRope(ModuleHooks):
     """Context in which the modules give this thread's calls the frequencies of the given reaches.
 
-    reach_BN: reach of each node; None in a prefill, which has the reach of its longest row. `moves` then tells whether
-    the frequencies change within up to `new` more tokens.
+    Args:
+        reach_BN: Reach of each node; None in a prefill, which has the reach of its longest row. `moves` then tells
+            whether the frequencies change within up to `new` more tokens.
     """
 
     def __init__(self, modules: list[nn.Module], reach_BN: Tensor | None = None, new: int = 0):

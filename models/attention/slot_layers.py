@@ -117,7 +117,7 @@ class SlotLayers(Cache):
         if not self.written and self.slots.length == 0:
             self.slots.open(width, "cpu")  # a prompt may take more slots than it has ids, for images in front of it
         if width != self.slots.nodes:
-            raise ValueError(f"model: got {width} keys from its layer {layer_idx}, expected {self.slots.nodes}")
+            raise ValueError(f"model: got {width} keys from its layer {layer_idx}, expected {self.slots.nodes}.")
         while len(self.layers) <= layer_idx:
             self.layers.append(SlotLayer(self.slots, len(self.layers)))
         self.written[layer_idx] = len(self.written)
@@ -130,11 +130,15 @@ class SlotLayers(Cache):
         if missing := [index for index in expected if index not in self.written]:
             raise ValueError(
                 f"model: {type(model).__name__} wrote keys and values in {len(self.written)} of {len(expected)} layers"
-                f" (not in layer {missing[0]}), expected all of them in the cache it was given"
+                f" (not in layer {missing[0]}), expected all of them in the cache it was given."
             )
 
     def select(self, keep: list[int], stash: bool = False) -> None:
-        """Drop all rows but these. stash: keep a copy of the contents of dropped rows for `dynamic`."""
+        """Drop all rows but these.
+
+        Args:
+            stash: Whether to keep a copy of the contents of dropped rows for `dynamic`.
+        """
         if stash:
             for b, row in enumerate(self.rows):
                 if b not in keep:

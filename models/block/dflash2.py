@@ -26,7 +26,7 @@ def with_convolutions(
     for name, value in zip(CONVOLUTIONS, (taps, group)):
         setattr(config, name, value)
     if config.hidden_size % config.conv_group_size:
-        raise ValueError(f"conv_group_size: got {group}, expected a divisor of the hidden size {config.hidden_size}")
+        raise ValueError(f"conv_group_size: got {group}, expected a divisor of the hidden size {config.hidden_size}.")
     return config
 
 

@@ -27,8 +27,11 @@ from visspec.types import MAX_NODES, Prediction, TrainingBatch
 
 @dataclass(frozen=True)
 class DiffusionConfig(checkpoint.DrafterConfig):
-    """Configuration of the network and of its target. mask: the id at places to predict, which gets the network's own
-    vector. block: maximum number of places per pass.
+    """Configuration of the network and of its target.
+
+    Args:
+        mask: The id at places to predict, which gets the network's own vector.
+        block: Maximum number of places per pass.
     """
 
     layers: int
@@ -45,7 +48,7 @@ class DiffusionConfig(checkpoint.DrafterConfig):
         check_whole("mask", self.mask, 0, self.vocab - 1)
         check_whole("block", self.block, 1, MAX_NODES - 1)
         if self.hidden % (2 * self.heads):
-            raise ValueError(f"heads: got {self.heads}, expected a divisor of half of the hidden size {self.hidden}")
+            raise ValueError(f"heads: got {self.heads}, expected a divisor of half of the hidden size {self.hidden}.")
 
     @property
     def levels(self) -> int:

@@ -60,7 +60,7 @@ class BlockConfig(checkpoint.DrafterConfig):
         check_whole("candidates", self.candidates, 1, self.vocab)
         self.check_layers(1, self.target_layers)
         if self.selector and (self.markov or self.confidence):
-            raise ValueError(f"selector: got {self.selector} beside DSpark's heads, expected one or the other")
+            raise ValueError(f"selector: got {self.selector} beside DSpark's heads, expected one or the other.")
 
     @property
     def levels(self) -> int:

@@ -21,6 +21,9 @@ VQ = "model.vqmodel."
 def load_lumina(path: str | Path) -> ChameleonForConditionalGeneration:
     """Load a folder of Lumina-mGPT into a stock model. Its norms of queries and keys are stored once per shard of
     heads. Without VQ weights, `model.model.vqmodel` is removed, and a codec must provide the codebook.
+
+    Args:
+        path: The folder.
     """
     weights = Weights.read(path, dropped=r".*rotary_emb\.")
     weights.shape("model.embed_tokens.weight", 2)
@@ -42,12 +45,12 @@ def write_with_codec(folder: Path, vq: Path, out: Path) -> None:
     """
     entries = read_json(check_folder(folder), "config.json")
     if entries.get("model_type") != ChameleonConfig.model_type:
-        raise ValueError(f"weights: {folder} is a {entries.get('model_type')}, expected Anole in transformers' form")
+        raise ValueError(f"weights: {folder} is a {entries.get('model_type')}, expected Anole in transformers' form.")
     codec = load_taming_vq(vq)
     shape: Any = ChameleonConfig.from_dict(entries).vq_config
     codes = shape.num_embeddings
     if len(codec.codebook) != codes:
-        raise ValueError(f"vq: got a codec with {len(codec.codebook)} codes, expected {codes} as in {folder}")
+        raise ValueError(f"vq: got a codec with {len(codec.codebook)} codes, expected {codes} as in {folder}.")
     out.mkdir()
     for file in filter(Path.is_file, folder.iterdir()):
         try:

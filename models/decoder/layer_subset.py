@@ -46,7 +46,7 @@ class LayerSubset:
         except (MemoryError, torch.OutOfMemoryError):
             raise  # unrelated to the model's structure
         except Exception as error:  # for example because the layer reads the keys of an earlier one
-            raise ValueError(f"drafter: the last layer of {name} can't run alone ({type(error).__name__})") from error
+            raise ValueError(f"drafter: the last layer of {name} can't run alone ({type(error).__name__}).") from error
 
     def _build(self, skip: frozenset[int]) -> Any:
         name, layers = self._layers()
@@ -57,7 +57,7 @@ class LayerSubset:
         new._modules = {**self.decoder._modules, name: nn.ModuleList(kept)}
         view = replace_decoder(self.model, self.decoder, new)
         if view is None:
-            raise ValueError(f"drafter: got {type(self.model).__name__}, expected a model whose layers can be skipped")
+            raise ValueError(f"drafter: got {type(self.model).__name__}, expected a model whose layers can be skipped.")
         return view
 
     def _layers(self) -> tuple[str, nn.ModuleList]:
@@ -65,7 +65,7 @@ class LayerSubset:
         for name, module in self.decoder.named_children():
             if isinstance(module, nn.ModuleList) and len(module) == count:
                 return name, module
-        raise ValueError(f"drafter: got {type(self.model).__name__}, expected a decoder with a list of {count} layers")
+        raise ValueError(f"drafter: got {type(self.model).__name__}, expected a decoder with a list of {count} layers.")
 
     def _gives_tuples(self, layer: nn.Module) -> bool:
         """Return whether layers return tuples, observed in a pass over one id."""

@@ -63,7 +63,12 @@ class MtpLayer(nn.Module):
         inputs_embeds: Tensor,
         attention_mask: Tensor | None,
     ) -> Tensor:
-        """Return normed hidden states (B, C, d). positions: (B, C) or (3, B, C) with M-RoPE; mask: (B, 1, C, S)."""
+        """Return normed hidden states (B, C, d).
+
+        Args:
+            positions: (B, C), or (3, B, C) with M-RoPE.
+            mask: (B, 1, C, S).
+        """
         both = self.pre_fc_norm_embedding(inputs_embeds), self.pre_fc_norm_hidden(hidden_BCd)
         x_BCd = self.fc(torch.cat(both, dim=-1))
         rope = self._shared[2](x_BCd, positions)
@@ -78,10 +83,10 @@ def config_of(model: PreTrainedModel) -> PreTrainedConfig:
     if kinds:
         kind = kinds[0] if config.model_type.startswith(FIRST) else "full_attention"
         if kind not in kinds:
-            raise ValueError(f"drafter: {type(model).__name__} only has {kinds[0]}, expected a layer of {kind}")
+            raise ValueError(f"drafter: {type(model).__name__} only has {kinds[0]}, expected a layer of {kind}.")
         config.layer_types = [kind]
     if getattr(config, "mtp_use_dedicated_embeddings", False):
-        raise ValueError("drafter: got mtp_use_dedicated_embeddings=True, expected a layer on the model's embeddings")
+        raise ValueError("drafter: got mtp_use_dedicated_embeddings=True, expected a layer on the model's embeddings.")
     config.num_hidden_layers = 1
     return config
 
@@ -96,7 +101,11 @@ def folder_of(model: PreTrainedModel) -> Path | None:
 
 
 def layer_names(names: Iterable[str], layers: int) -> dict[str, str]:
-    """Map the names of this layer's tensors in a model's file to ours. layers: number of the target's layers."""
+    """Map the names of this layer's tensors in a model's file to ours.
+
+    Args:
+        layers: Number of the target's layers.
+    """
     patterns = QWEN, rf"(?:.*\.)?layers\.{layers}\."
     for pattern in patterns:
         names_here = {name: match.string[match.end() :] for name in names if (match := re.match(pattern, name))}
@@ -135,11 +144,11 @@ def _find_layer(model: PreTrainedModel) -> tuple[Path, dict[str, str], Shapes]:
     """Return the folder, the names of the layer's tensors with ours, and all shapes. Raises ValueError for none."""
     folder = folder_of(model)
     if folder is None:
-        raise ValueError(f"drafter: {type(model).__name__} was not read from a folder on this machine, expected one")
+        raise ValueError(f"drafter: {type(model).__name__} was not read from a folder on this machine, expected one.")
     shapes = read_shapes(folder)
     own = layer_names(shapes, model.config.get_text_config().num_hidden_layers)
     if not own:
-        raise ValueError(f"drafter: {folder} has no tensors of such a layer (mtp.*), expected them beside the model's")
+        raise ValueError(f"drafter: {folder} has no tensors of such a layer (mtp.*), expected them beside the model's.")
     return folder, own, shapes
 
 
@@ -150,7 +159,7 @@ def _check_layer(model: PreTrainedModel) -> tuple[Path, dict[str, str], MtpLayer
     try:
         layer = MtpLayer(model)
     except (AttributeError, TypeError, LookupError) as error:
-        raise ValueError(f"drafter: the decoder layer of {type(model).__name__} can't be built ({error})") from error
+        raise ValueError(f"drafter: the decoder layer of {type(model).__name__} can't be built ({error}).") from error
     fused = _fuse_experts({ours: torch.empty(shapes[name], device="meta") for name, ours in own.items()})
     check_shapes(layer, {name: tuple(t.shape) for name, t in fused.items()}, folder, _naming(own))
     return folder, own, layer

@@ -68,8 +68,11 @@ class DistilledMemory:
 class DistilledDrafter(ImageNetworkDrafter, Drafter):
     """A drafter around a `DistilledHead`, for one image model (or its `Family`).
 
-    levels: places per draft (default: the configuration's); refine: maximum passes of the network per draft. Raises
-    ValueError for other values, or if the network was made for another target.
+    Raises ValueError for other values, or if the network was made for another target.
+
+    Args:
+        levels: Places per draft (default: the configuration's).
+        refine: Maximum passes of the network per draft.
     """
 
     head_class = DistilledHead
@@ -78,7 +81,7 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
     def __init__(self, head: DistilledHead, target: nn.Module | Family, *, levels: int | None = None, refine: int = 6):
         for name, value in (("levels", levels), ("refine", refine)):
             if value is not None and value < 1:
-                raise ValueError(f"{name}: got {value}, expected at least 1")
+                raise ValueError(f"{name}: got {value}, expected at least 1.")
         family = self.subject(target)
         self.check_target(head.config, family)
         self.head, self.config, self.refine, self.warned = head, head.config, refine, False

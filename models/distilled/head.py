@@ -32,7 +32,10 @@ KNOWN, GUESSED, BLANK = range(3)  # kinds of an element: a code of the target or
 @dataclass(frozen=True)
 class DistilledConfig(DrafterConfig):
     """Configuration of the network and of its target, whose images have `rows` rows of `columns` positions, including
-    row ends. `vocab` counts codes and grammar ids. guidance, temperature: of the distributions used in training.
+    row ends. `vocab` counts codes and grammar ids.
+
+    Args:
+        guidance, temperature: Those of the distributions used in training.
     """
 
     target_layers: int
@@ -52,7 +55,7 @@ class DistilledConfig(DrafterConfig):
         check_whole("layers", self.layers, 1, MOST_LAYERS)
         check_whole("levels", self.levels, 1, MAX_NODES - 1)
         if self.hidden % (2 * self.heads):
-            raise ValueError(f"heads: got {self.heads}, expected an even share of the hidden size {self.hidden}")
+            raise ValueError(f"heads: got {self.heads}, expected an even share of the hidden size {self.hidden}.")
 
     @property
     def positions(self) -> int:

@@ -46,10 +46,11 @@ NAMES = {
 class DrafterConfig:
     """Base class of configurations of a network and of the target that it is made for, as stored in config.json.
 
-    structure: default structure of drafts, as options of `StructuredDrafter` and its `tree`.
+    Raises ValueError for numbers and flags with which the network would run but give nonsense. Sizes need no check:
+    the network is built on `meta` first, and its tensors are compared with the file's.
 
-    Raises ValueError for numbers and flags with which the network would run but give nonsense. Sizes need no check: the
-    network is built on `meta` first, and its tensors are compared with the file's.
+    Args:
+        structure: Default structure of drafts, as options of `StructuredDrafter` and its `tree`.
     """
 
     family: str
@@ -61,7 +62,7 @@ class DrafterConfig:
         known = isinstance(self.structure, dict) and self.structure.keys() <= {"width", "nodes", "tree"}
         if not known or "." in str(self.structure.get("tree")):  # a file name would point outside the folder
             shown = shorten(self.structure)
-            raise ValueError(f"structure: got {shown}, expected tree=chain, or a tree such as width=4,nodes=16")
+            raise ValueError(f"structure: got {shown}, expected tree=chain, or a tree such as width=4,nodes=16.")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, list):  # from JSON
@@ -69,12 +70,12 @@ class DrafterConfig:
             if field.type in ("float", float):
                 check_positive(field.name, value)
             elif field.type in ("bool", bool) and not isinstance(value, bool):
-                raise ValueError(f"{field.name}: got {shorten(value)}, expected true or false")
+                raise ValueError(f"{field.name}: got {shorten(value)}, expected true or false.")
 
     def check_layers(self, low: int, high: int) -> None:
         """Raise ValueError unless `feature_layers` lists at least one number, all from low to high."""
         if not check_wholes("feature_layers", vars(self)["feature_layers"], low, high):
-            raise ValueError("feature_layers: got (), expected at least one layer")
+            raise ValueError("feature_layers: got (), expected at least one layer.")
 
     def to_dict(self) -> dict[str, Any]:
         return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
@@ -93,12 +94,20 @@ class NetworkDrafter(Generic[TargetT]):
 
     @classmethod
     def subject(cls, target: TargetT) -> TargetT:
-        """Convert the target to the object that the drafter works with."""
+        """Convert the target to the object that the drafter works with.
+
+        Args:
+            target: A transformers model or an image family.
+        """
         return target
 
     @classmethod
     def sizes(cls, target: TargetT) -> dict[str, Any]:
-        """Return the configuration fields that must match the target's."""
+        """Return the configuration fields that must match the target's.
+
+        Args:
+            target: The target.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -113,39 +122,71 @@ class NetworkDrafter(Generic[TargetT]):
 
     @classmethod
     def config_for(cls, target: TargetT, **options: object) -> Any:
-        """Build the configuration of a new network for a target. `options` are its fields."""
+        """Build the configuration of a new network for a target.
+
+        Args:
+            target: The target.
+            options: Fields of the configuration.
+        """
         known = {**cls.sizes(target), **cls.defaults(target, options)}
         return cls.head_class.config_class(**{**known, **options})
 
     @classmethod
     def check_target(cls, config: object, target: TargetT) -> None:
-        """Raise ValueError if the network was made for another target."""
+        """Raise ValueError if the network was made for another target.
+
+        Args:
+            config: The network's configuration.
+            target: The target.
+        """
         check_target(config, **cls.sizes(target))
 
     @classmethod
     def for_model(cls, target: TargetT, *, seed: int = 0, **options: object) -> Self:
-        """Create an untrained drafter for a target. `options` are fields of the configuration."""
+        """Create an untrained drafter for a target.
+
+        Args:
+            target: The target.
+            seed: Seed of the initial weights.
+            options: Fields of the configuration.
+        """
         target = cls.subject(target)
         torch.manual_seed(seed)
         return cls.around(cls.head_class(cls.config_for(target, **options)), target)
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: TargetT, **options: Any) -> Self:
-        """Load one of our checkpoint folders for its target, strictly. `options` are those of the constructor."""
+        """Load one of our checkpoint folders for its target, strictly.
+
+        Args:
+            folder: A folder or hub id.
+            target: The target.
+            options: Arguments of the constructor.
+        """
         target = cls.subject(target)
         head = read(folder, cls.head_class, lambda config: cls.check_target(config, target))
         return cls.around(head, target, **options)
 
     @classmethod
     def around(cls, head: Any, target: TargetT, **options: Any) -> Self:
-        """Create a drafter around a network. `options` override the structure in its configuration."""
+        """Create a drafter around a network.
+
+        Args:
+            head: The network.
+            target: The target.
+            options: Options that override the structure in its configuration.
+        """
         structure = {} if {"width", "nodes"} & options.keys() else dict(head.config.structure)
         tree = structure.pop("tree", None)
         drafter: Any = cls(head, target, **structure, **options)  # type: ignore[call-arg]
         return drafter if tree is None else drafter.shaped(tree)
 
     def head_in(self, dtype: torch.dtype) -> Any:
-        """Return the network in a dtype: itself, or a copy."""
+        """Return the network in a dtype: itself, or a copy.
+
+        Args:
+            dtype: The dtype of the copy.
+        """
         same = next(self.head.parameters()).dtype == dtype
         return self.head if same else copy.deepcopy(self.head).to(dtype)
 
@@ -155,11 +196,23 @@ class NetworkDrafter(Generic[TargetT]):
         return None
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
-        """Write model.safetensors (stored as `dtype`), config.json and provenance.json."""
+        """Write model.safetensors (stored as `dtype`), config.json and provenance.json.
+
+        Args:
+            folder: Where to write.
+            provenance: What provenance.json holds.
+            dtype: The dtype of the stored weights; None to keep it.
+        """
         write(folder, self.head, provenance, dtype)
 
     def push_to_hub(self, repo_id: str, provenance: dict[str, Any] | None = None, private: bool | None = None) -> str:
-        """Upload what `save_pretrained` writes and return the URL."""
+        """Upload what `save_pretrained` writes and return the URL.
+
+        Args:
+            repo_id: "owner/name" on the hub.
+            provenance: What provenance.json holds.
+            private: Whether a new repository is private.
+        """
         return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), private)
 
 
@@ -167,13 +220,13 @@ def read_config(folder: str | Path, kind: type[Any]) -> Any:
     """Read a network's `kind.config_class`. Raises ValueError for unknown, missing and mistyped entries."""
     data = read_json(check_folder(folder), CONFIG)
     if data.pop("kind", None) != kind.kind:
-        raise ValueError(f"drafter: {folder} has a {CONFIG} of another kind, expected kind {kind.kind!r}")
+        raise ValueError(f"drafter: {folder} has a {CONFIG} of another kind, expected kind {kind.kind!r}.")
     fields = {f.name: f for f in dataclasses.fields(kind.config_class)}
     required = {n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING}
     unknown, missing = sorted(set(data) - set(fields)), sorted(required - set(data))
     if unknown or missing:
         problem = f"the unknown entry {shorten(unknown[0])}" if unknown else f"no entry {missing[0]!r}"
-        raise ValueError(f"drafter: {CONFIG} of {folder} has {problem}, expected {kind.config_class.__name__}")
+        raise ValueError(f"drafter: {CONFIG} of {folder} has {problem}, expected {kind.config_class.__name__}.")
     with sentence_of(folder):
         return kind.config_class(**data)
 
@@ -220,4 +273,4 @@ def check_target(config: object, **found: object) -> None:
     for key, value in found.items():
         if (expected := getattr(config, key)) != value:
             name = NAMES.get(key, key)
-            raise ValueError(f"drafter: made for a target of {name} {shorten(expected)}, got a model of {value!r}")
+            raise ValueError(f"drafter: made for a target of {name} {shorten(expected)}, got a model of {value!r}.")

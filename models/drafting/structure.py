@@ -27,8 +27,9 @@ TREES = ("chain", "dynamic", "opt", "eagle")
 class Chain:
     """Builds a chain level by level, in the form that the request's rule expects.
 
-    confidence: a row's chain ends, from the second level on, where the product of the acceptance rates predicted by a
-    trained head falls below this value. The nodes after it are marked as not real, on the device.
+    Args:
+        confidence: From the second level on, a row's chain ends where the product of the acceptance rates predicted by
+            a trained head falls below this value. The nodes after it are marked as not real, on the device.
     """
 
     def __init__(self, state: State, confidence: float = 0.0):
@@ -86,12 +87,13 @@ class StructuredDrafter(Drafter):
     def shaped(self, tree: str | int = "") -> Self:
         """Set the structure of drafts and return the drafter. Call it before pairing with a target.
 
-        tree: "chain"; "dynamic", grown best-first with the drafter's `width` (EAGLE-2); "opt", the tree of `nodes`
-            nodes that maximizes the expected accepted nodes under its own distributions (OPT-Tree, arXiv 2406.17276);
-            "eagle", EAGLE-1's static tree; node counts per depth, "4-8-8". Default: chains, or "dynamic" for a `width`
-            above 1.
-
         Raises ValueError for anything else.
+
+        Args:
+            tree: "chain"; "dynamic", grown best-first with the drafter's `width` (EAGLE-2); "opt", the tree of `nodes`
+                nodes that maximizes the expected accepted nodes under its own distributions (OPT-Tree, arXiv
+                2406.17276); "eagle", EAGLE-1's static tree; node counts per depth, "4-8-8". Default: chains, or
+                "dynamic" for a `width` above 1.
         """
         if tree != "":
             self._grow(str(tree))
@@ -99,9 +101,9 @@ class StructuredDrafter(Drafter):
 
     def _grow(self, tree: str) -> None:
         if not self.nodes:
-            raise ValueError(f"tree: got {tree!r} for {type(self).__name__}, expected a drafter that builds trees")
+            raise ValueError(f"tree: got {tree!r} for {type(self).__name__}, expected a drafter that builds trees.")
         if tree == "dynamic" and self.width == 1:
-            raise ValueError("tree: got 'dynamic' with width 1, expected a width of 2 or more")
+            raise ValueError("tree: got 'dynamic' with width 1, expected a width of 2 or more.")
         self.paths = ()
         if tree == "chain":
             self.width = 1
@@ -140,11 +142,14 @@ class StructuredDrafter(Drafter):
     ) -> Draft:
         """Build a tree over a block's distributions, which depend only on the depth (DDTree, arXiv 2604.12989).
 
-        below: returns the logits (B, W, V) below the tokens (B, W) of the previous level, if they depend on these.
         Raises ValueError for rules that judge draws.
+
+        Args:
+            below: Function that returns the logits (B, W, V) below the tokens (B, W) of the previous level, if they
+                depend on these.
         """
         if state.noise is not None and state.noise.samples:
-            raise ValueError("acceptance: got a rule that judges draws, expected point masses for a block's tree")
+            raise ValueError("acceptance: got a rule that judges draws, expected point masses for a block's tree.")
         tree_builder, token_BW = self.tree_builder(state, logits_BKV.shape[1]), state.pending[:, None]
         for level in range(logits_BKV.shape[1]):
             logits_BWV = logits_BKV[:, level : level + 1] if below is None else below(level, token_BW)
@@ -159,7 +164,9 @@ class StructuredDrafter(Drafter):
 def see_ancestors(seen_BWM: Tensor | None, parent_BW: Tensor) -> Tensor:
     """Return which nodes of a tree those of its next level see: their ancestors and themselves, (B, W, M).
 
-    seen_BWM: the same of the level above, or None for the first level. parent_BW: parents in the level above.
+    Args:
+        seen_BWM: What this function returned for the level above, or None for the first level.
+        parent_BW: Parents in the level above.
     """
     rows, width = parent_BW.shape
     own_BWW = torch.eye(width, dtype=torch.bool, device=parent_BW.device).expand(rows, width, width)
@@ -182,4 +189,4 @@ def static(tree: str) -> feature_tree.Paths:
         return feature_tree.EAGLE
     if all(part.isascii() and part.isdigit() for part in tree.split("-")):
         return feature_tree.spread(feature_tree.parse(tree))
-    raise ValueError(f"tree: got {tree!r}, expected one of {', '.join(TREES)}, or counts like '4-8-8'")
+    raise ValueError(f"tree: got {tree!r}, expected one of {', '.join(TREES)}, or counts like '4-8-8'.")

@@ -301,7 +301,9 @@ class EagleHead(nn.Module):
     def after_attention(self, x: Tensor, query: Tensor, attend: Callable[..., Tensor]) -> Tensor:
         """Run the layer from its queries on: return the next feature (..., d), or those of `feature_layers` (..., F).
 
-        attend: attends from queries to the stored keys and values; its second argument selects one half of them.
+        Args:
+            attend: Function that attends from queries to the stored keys and values. Its second argument selects one
+                half of them.
         """
         if self.config.fusion != "cross":
             return self.finish(x, attend(query))

@@ -89,8 +89,11 @@ class DraftLevels(nn.Module):
 def attend(
     query_BHE: Tensor, part: int | None = None, *, kv_BSHE: Tensor, at_B: Tensor, extent: int, grouped: bool
 ) -> Tensor:
-    """Attend with one query per row to the slots up to its own, (B, H * E). part: as in `FeatureMemory.attend`.
-    grouped: whether several query heads share keys.
+    """Attend with one query per row to the slots up to its own, (B, H * E).
+
+    Args:
+        part: As in `FeatureMemory.attend`.
+        grouped: Whether several query heads share keys.
     """
     seen_BS = torch.arange(extent, device=at_B.device) <= at_B[:, None]
     keys, values = kv_BSHE[:, :extent].transpose(1, 2).chunk(2, dim=1)

@@ -26,8 +26,10 @@ PREVIEW = 16  # codes along one side of a square preview
 class GlmImage(Family):
     """`processor` is a `GlmImageProcessor`; its `target_h` and `target_w` are the default size.
 
-    diffusion: decodes codes to pixels; diffusers' `GlmImagePipeline`, or `functools.partial(pipeline,
-    num_inference_steps=30)`. Without it only codes are available. It decodes images one at a time, with their seeds.
+    Args:
+        diffusion: Decodes codes to pixels: diffusers' `GlmImagePipeline`, or `functools.partial(pipeline,
+            num_inference_steps=30)`. Without it only codes are available. It decodes images one at a time, with their
+            seeds.
     """
 
     guided = False
@@ -49,7 +51,7 @@ class GlmImage(Family):
         usual: list[int] = [getattr(self.processor, name, 1024) for name in ("target_h", "target_w")]
         height, width = height or usual[0], width or usual[1]
         if height % FACTOR or width % FACTOR or not all(self._preview(height, width)):
-            raise ValueError(f"height, width: got {height} x {width}, expected multiples of {FACTOR} in a wider shape")
+            raise ValueError(f"height, width: got {height} x {width}, expected multiples of {FACTOR}, not too narrow.")
         return self.grids((height // FACTOR, width // FACTOR), self._preview(height, width))
 
     def grids(self, grid: tuple[int, int], preview: tuple[int, int]) -> ImageLayout:

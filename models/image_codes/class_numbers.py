@@ -16,9 +16,9 @@ def class_numbers(texts: list[str], classes: int, name: str, labels: Sequence[st
     for text in texts:
         if named and text not in named and not text.strip().isdecimal():
             some = ", ".join(map(repr, list(named)[:2]))
-            raise ValueError(f"{name}: got {text!r}, expected one of the {len(named)} classes ({some}, ...)")
+            raise ValueError(f"{name}: got {text!r}, expected one of the {len(named)} classes ({some}, ...).")
     numbers = [named.get(text, text) for text in texts]
     for number in numbers:
         if not (number.strip().isdecimal() and int(number) < classes):
-            raise ValueError(f"{name}: got {number!r}, expected a class number 0..{classes - 1}")
+            raise ValueError(f"{name}: got {number!r}, expected a class number 0..{classes - 1}.")
     return torch.tensor([int(number) for number in numbers])

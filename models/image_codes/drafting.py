@@ -65,7 +65,7 @@ def check_grid(rows: int, columns: int, request: Request) -> None:
     stride = None if grid is None else request.max_new_tokens // grid[0]
     if grid is None or (grid[0], stride) != (rows, columns):
         actual = None if grid is None else (grid[0], stride)
-        raise ValueError(f"grid: got {actual}, expected {(rows, columns)}, the drafter's training size")
+        raise ValueError(f"grid: got {actual}, expected {(rows, columns)}, the drafter's training size.")
 
 
 def warn_of_guidance(taught: float, scale: float) -> bool:

@@ -46,5 +46,5 @@ def prompt_of(
         return family.prompt(texts, guided, layout)
     make = cast(Callable, family.prompt)
     if "negative" not in signature(make).parameters:
-        raise ValueError(f"negative_prompt: got {negative[0]!r}, expected None: {family.name} does not support it")
+        raise ValueError(f"negative_prompt: got {negative[0]!r}, expected None: {family.name} does not support it.")
     return make(texts, guided, layout, negative=negative)

@@ -22,7 +22,9 @@ FOLDER = "text_encoder"  # subfolder of an image model's folder
 class T5Features:
     """Encodes texts with an encoder such as T5's: features (B, T, F) and a mask (B, T) bool, padded on the right.
 
-    tokenizer, encoder: from transformers (`T5TokenizerFast`, `T5EncoderModel`; published models use google/flan-t5-xl).
+    Args:
+        tokenizer, encoder: From transformers (`T5TokenizerFast`, `T5EncoderModel`; published models use
+            google/flan-t5-xl).
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, encoder: PreTrainedModel):
@@ -45,6 +47,10 @@ class T5Features:
 
     @classmethod
     def from_pretrained(cls, where: str | Path, **options: object) -> Self:
-        """Load from a folder or hub id, safetensors only. options: of the encoder's `from_pretrained`."""
+        """Load from a folder or hub id, safetensors only.
+
+        Args:
+            options: Arguments of the encoder's `from_pretrained`.
+        """
         encoder = AutoModelForTextEncoding.from_pretrained(where, use_safetensors=True, **options)
         return cls(AutoTokenizer.from_pretrained(where), encoder.eval())

@@ -59,8 +59,9 @@ class InfinityImageModel(OwnImageModel):
 def load_infinity(path: str | Path, scales: ScaleSizes | None = None) -> Infinity:
     """Load an Infinity network from a .safetensors file or a folder of them.
 
-    scales: size and shape of its images, which the weights do not contain; default `infinity.schedule()`, square images
-    of a megapixel.
+    Args:
+        scales: Size and shape of its images, which the weights do not contain; default `infinity.schedule()`, square
+            images of a megapixel.
     """
     weights = Weights.read(path, dropped=NOT_WEIGHTS)
     places = {(int(match[1]), int(match[2])) for match in map(re.compile(CHUNK).match, weights) if match}
@@ -88,17 +89,25 @@ def config_of(weights: Weights, scales: ScaleSizes) -> InfinityConfig:
 
 
 def load_infinity_vae(path: str | Path, patch: int = 1) -> BSQVAE:
-    """Load Infinity's autoencoder from safetensors. patch: 2 for the 8B model's (`d56_f8_14_patchify`)."""
+    """Load Infinity's autoencoder from safetensors.
+
+    Args:
+        patch: 2 for the 8B model's (`d56_f8_14_patchify`).
+    """
     weights = Weights.read(path, UNWRAPPED, NOT_VAE_WEIGHTS)
     bits = weights.shape("decoder.conv_in.weight", 4)[1]
     return load_stock(weights, BSQVAE(BSQShape(bits, *weights.encoder(), patch)))
 
 
 def published(weights: Path, vq: Path, size: int = 1024) -> InfinityImageModel:
-    """Build an Infinity with its autoencoder from published files. size: side of its square images, in pixels."""
+    """Build an Infinity with its autoencoder from published files.
+
+    Args:
+        size: Side of its square images, in pixels.
+    """
     pixels = {16 * GRIDS[1.0][count - 1][0]: name for name, count in COUNTS.items()}
     if size not in pixels:
-        raise ValueError(f"size: got {size}, expected a side in pixels, {', '.join(map(str, pixels))}")
+        raise ValueError(f"size: got {size}, expected a side in pixels, {', '.join(map(str, pixels))}.")
     net, bits = load_infinity(weights, schedule(1.0, pixels[size])), load_infinity_vae(vq).shape.bits
     codec = load_infinity_vae(vq, patch=math.isqrt(net.config.code_size // bits))
     network = {name: value for name, value in vars(net.config).items() if name != "scales"}

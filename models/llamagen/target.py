@@ -27,9 +27,11 @@ class LlamaGenImages(Family):
     """Prompts of a class-conditional model are class numbers ("207"), including negative ones. An empty negative prompt
     is the learned "nothing".
 
-    processor: for captions, encodes texts as features (B, P, F) with a mask (B, P), padded on the right like the output
-    of T5's encoder. codec: `visspec.models.codecs.vq_layout.load_llamagen_vq`, or the folder's. settings: a
-    generation_config that replaces the folder's.
+    Args:
+        processor: For captions, encodes texts as features (B, P, F) with a mask (B, P), padded on the right like the
+            output of T5's encoder.
+        codec: `visspec.models.codecs.vq_layout.load_llamagen_vq`, or the folder's.
+        settings: A generation_config that replaces the folder's.
     """
 
     name = "llamagen"
@@ -78,7 +80,7 @@ class LlamaGenImages(Family):
         features, real = left_padded(*self.processor([" ".join(text.lower().split()) for text in texts]))
         missing = self.model.config.prefix - features.shape[1]
         if missing < 0:
-            raise ValueError(f"{name}: got {features.shape[1]} words, expected at most {self.model.config.prefix}")
+            raise ValueError(f"{name}: got {features.shape[1]} words, expected at most {self.model.config.prefix}.")
         return F.pad(features, (0, 0, missing, 0)), F.pad(real, (missing, 0))
 
     def from_condition(

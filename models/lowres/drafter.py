@@ -51,7 +51,7 @@ class LowRes(Drafter):
 
     def __init__(self, family: Family, target: Family | None = None, window: int = 8, upsample: str | Path = "bicubic"):
         if window < 1:
-            raise ValueError(f"window: got {window}, expected at least 1")
+            raise ValueError(f"window: got {window}, expected at least 1.")
         self.family, self.upsample = family, upsample
         self.traits = DrafterTraits(levels=window, whole_images=True)
         self.learned = None if upsample in UPSAMPLERS else load_upsampler(upsample, family)
@@ -63,7 +63,7 @@ class LowRes(Drafter):
     def attach(self, target: Family) -> None:
         """Pair the drafter with a target; call it again after the target has moved to another device."""
         if self.target is not None and self.target.decoder is not target.decoder:
-            raise ValueError("drafter: got a LowRes that drafts for another model, expected one for this model")
+            raise ValueError("drafter: got a LowRes that drafts for another model, expected one for this model.")
         check_siblings(self.family, target)
         self.target = target
 
@@ -125,7 +125,7 @@ class LowRes(Drafter):
             own = None if negatives is None else [negatives[row] for row in state.rows]
             return prompt_of(self.family, [texts[row] for row in state.rows], guided, self.layout, own)
         if not hasattr(self.family, "from_ids"):
-            raise ValueError(f"media: got no 'texts', expected the prompts ({self.family.name} reads no ids)")
+            raise ValueError(f"media: got no 'texts', expected the prompts ({self.family.name} reads no ids).")
         return self.family.from_ids(prompt.ids[state.rows], prompt.attention[state.rows], guided)
 
 
@@ -133,11 +133,13 @@ def load_upsampler(name: str | Path, family: Family) -> Upsampler:
     """Load the up-sampler of a checkpoint folder, for the family's codebook and on its device."""
     folder = Path(name)
     if not folder.is_dir():
-        raise ValueError(f"upsample: got {str(name)!r}, expected one of {', '.join(UPSAMPLERS)} or a checkpoint folder")
+        raise ValueError(
+            f"upsample: got {str(name)!r}, expected one of {', '.join(UPSAMPLERS)} or a checkpoint folder."
+        )
 
     def check(config) -> None:
         if family.codebook is None or config.codes != len(family.codebook):
-            raise ValueError(f"upsample: got an up-sampler of {config.codes} codes, expected the family's codebook")
+            raise ValueError(f"upsample: got an up-sampler of {config.codes} codes, expected the family's codebook.")
 
     head = feature_checkpoint.read(folder, Upsampler, check)
     assert family.codebook is not None
@@ -148,15 +150,15 @@ def check_siblings(family: Family, target: Family) -> None:
     """Raise ValueError if the low-resolution model's codes or prompts differ from the target's."""
     own, other = family.codebook, target.codebook
     if own is None or other is None:
-        raise ValueError("family: got a model without a codebook, expected one that shares the target's")
+        raise ValueError("family: got a model without a codebook, expected one that shares the target's.")
     if not same_table(own, other, 1e-4):
-        raise ValueError(f"family: got a sibling with another codebook, expected the target's {len(other)} codes")
+        raise ValueError(f"family: got a sibling with another codebook, expected the target's {len(other)} codes.")
     ours, theirs = (_vocabulary(f) for f in (family, target))
     if ours != theirs:
-        raise ValueError("family: got a sibling with another tokenizer, expected that of the target")
+        raise ValueError("family: got a sibling with another tokenizer, expected that of the target.")
     small, large = family.layout().grid, target.layout().grid
     if small[0] > large[0] or small[1] > large[1]:
-        raise ValueError(f"family: got a sibling with a grid of {small}, expected at most the target's {large}")
+        raise ValueError(f"family: got a sibling with a grid of {small}, expected at most the target's {large}.")
 
 
 def _vocabulary(family: Family) -> Any:

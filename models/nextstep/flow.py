@@ -28,9 +28,12 @@ def shift_times(times: Tensor, shift: float) -> Tensor:
 
 
 def flow_schedule(count: int, shift: float = 1.0, last: float = 0.04, noisy: bool = True) -> Schedule:
-    """Return the first release's sampler. noisy: the last step adds noise of deviation QUIET, a declared difference.
+    """Return the first release's sampler.
 
     Raises ValueError if the settings give numbers that are not finite.
+
+    Args:
+        noisy: Whether the last step adds noise of deviation QUIET, a declared difference.
     """
     t = shift_times(torch.linspace(0, 1 - last, count, dtype=torch.float64), shift)
     before, dt = t[:-1], t.diff()

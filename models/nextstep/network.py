@@ -23,8 +23,10 @@ GUIDANCE = 7.5  # from the authors' examples
 class NextStepConfig:
     """Sizes other than the decoder's.
 
-    patch: latents along one side of a token. image_start: id before an image's tokens. positions: rows of the table
-    that is added to hidden states of an image's tokens; 0 without a table.
+    Args:
+        patch: Latents along one side of a token.
+        image_start: Id before an image's tokens.
+        positions: Rows of the table that is added to hidden states of an image's tokens; 0 without a table.
     """
 
     size: int

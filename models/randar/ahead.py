@@ -21,7 +21,7 @@ class Ahead(Drafter):
 
     def __init__(self, levels: int = 8):
         if not 1 <= levels <= 64:
-            raise ValueError(f"levels: got {levels}, expected 1..64")
+            raise ValueError(f"levels: got {levels}, expected 1..64.")
         self.traits = DrafterTraits(levels=levels, any_order=True, ahead=levels)
 
     def start(self, state: State, scores: Scores) -> None:

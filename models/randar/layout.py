@@ -77,7 +77,7 @@ class RandARImageModel(OwnImageModel):
         """
         most, longest = self.config.words, int(real_BL.sum(dim=1).max())
         if longest > most:
-            raise ValueError(f"{name}: got {longest} words, expected at most {most}")
+            raise ValueError(f"{name}: got {longest} words, expected at most {most}.")
         ids_BP, real_BP = (F.pad(part[:, -most:], (most - min(most, part.shape[1]), 0)) for part in (ids_BL, real_BL))
         return (self.words(ids_BP) + self.columns.weight) * real_BP[..., None], real_BP
 

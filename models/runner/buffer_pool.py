@@ -43,7 +43,11 @@ def capacity(rows: int) -> int:
 
 @dataclass(eq=False)
 class KVBuffers:
-    """Tensors (C, ..., S, ...) whose addresses recordings hold. kind: C, S, the stream, and each tensor's layout."""
+    """Tensors (C, ..., S, ...) whose addresses recordings hold.
+
+    Args:
+        kind: C, S, the stream, and each tensor's layout.
+    """
 
     kind: tuple
     tensors: list[Tensor]
@@ -109,7 +113,10 @@ class GraphBufferPool(Recordings):
         self, lease: BufferLease | None, old: Sequence[Tensor], dim: int, end: int, wanted: int, queue: int
     ) -> tuple[BufferLease, list[Tensor]]:
         """Move a request's tensors, of which `end` slots are used, to buffers with room for `wanted` slots. Returns the
-        lease and the tensors, unchanged if they are in such buffers already. dim: the slots' dimension.
+        lease and the tensors, unchanged if they are in such buffers already.
+
+        Args:
+            dim: The slots' dimension.
         """
         if lease is not None and lease.stores.contains(old[0], wanted, queue):
             return lease, list(old)

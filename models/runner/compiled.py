@@ -198,7 +198,7 @@ def stepwise(model: nn.Module, decoder: nn.Module) -> Any:
 
     compiled = view(model, decoder, forward)
     if compiled is None:
-        raise ValueError("--compile: got a model that can't be compiled, expected one without forwards of its own")
+        raise ValueError("--compile: got a model that can't be compiled, expected one without forwards of its own.")
     return compiled
 
 

@@ -102,7 +102,11 @@ class PassWidths:
         return self._extents[key]
 
     def pad(self, draft: Draft, times: int = 1) -> Draft:
-        """Append nodes that nothing reads to a chain. times: cache rows per row."""
+        """Append nodes that nothing reads to a chain.
+
+        Args:
+            times: Cache rows per row.
+        """
         rows, size = draft.value.shape[:2]
         if (width := self.nodes(times * rows, size)) == size:
             return draft

@@ -32,8 +32,10 @@ class DistanceGroup(NamedTuple):
 class ConditionState:
     """State of a next-scale model for some images.
 
-    condition: of R rows, as the network takes it (`given`): class numbers for VAR, texts for Infinity. cache: an empty
-    one; by default with room for all scales.
+    Args:
+        condition: Conditions of R rows, as the network takes them (`given`): class numbers for VAR, texts for
+            Infinity.
+        cache: An empty one; by default with room for all scales.
     """
 
     def __init__(self, net: NextScale, quantizer: ScaleQuantizer, condition: Any, images: int, cache: Any = None):
@@ -52,9 +54,12 @@ class ConditionState:
 
     def read(self, value_BNS: Tensor | None = None, last: bool = False) -> list[DistanceGroup]:
         """Run one pass over the next N maps of each image (after the condition in the first pass). Returns the logits
-        of the scale after each map, and of the first scale in the first pass. last: of the last scale only.
+        of the scale after each map, and of the first scale in the first pass.
 
         Maps after an image's last one are not read. Nothing is final until `keep`.
+
+        Args:
+            last: Whether to return only those of the last scale.
         """
         nodes = 0 if value_BNS is None else value_BNS.shape[1]
         groups = self._groups()
@@ -171,7 +176,9 @@ def stack_groups(
 ) -> tuple[Tensor, Tensor]:
     """Combine logits (B, N, S, V) of all images, and count the codes of each node (B, N).
 
-    warped: (logits (R, codes, V) of some images, scale) -> (images, codes, V). Nodes after the last scale have none.
+    Args:
+        warped: Function from logits (R, codes, V) of some images and a scale to (images, codes, V). Nodes after
+            the last scale have none.
     """
     warped_groups = [[warped(logits, group.first + n) for n, logits in enumerate(group.logits)] for group in groups]
     counts = [[part.shape[1] for part in parts] for parts in warped_groups]

@@ -28,7 +28,7 @@ class HeadDistributions:
     def __init__(self, head: DiffusionHead, schedule: Schedule):
         if head.learned != (not schedule.steps.fixed):
             what = "learned" if head.learned else "fixed"
-            raise ValueError(f"schedule: its deviations are not the head's, expected {what} ones")
+            raise ValueError(f"schedule: its deviations are not the head's, expected {what} ones.")
         self.head, self.schedule, self.steps = head, schedule, schedule.steps
         self._prepared: tuple[torch.device, Tensor, Tensor, Tensor] | None = None
         self._warm: dict[tuple[float, torch.device], DenoisingSteps] = {}

@@ -45,11 +45,11 @@ class VectorFamily(Family):
     def check_sampling(self, sampling: Sampling) -> None:
         for name, value, usual in (("top_k", sampling.top_k, 0), ("top_p", sampling.top_p, 1.0)):
             if value != usual:
-                raise ValueError(f"{name}: got {value}, expected {usual}: vectors cannot be ranked")
+                raise ValueError(f"{name}: got {value}, expected {usual}: vectors cannot be ranked.")
         if sampling.greedy:
-            raise ValueError("temperature: got 0, expected a positive number: vectors have no most likely value")
+            raise ValueError("temperature: got 0, expected a positive number: vectors have no most likely value.")
         if sampling.temperature < COLDEST:
-            raise ValueError(f"temperature: got {sampling.temperature}, expected at least {COLDEST}")
+            raise ValueError(f"temperature: got {sampling.temperature}, expected at least {COLDEST}.")
 
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         if self.autoencoder is None:

@@ -51,20 +51,6 @@ def test_accept_tree(case):
         assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)))
 
 
-MANY = pytest.param(range(6, 40), marks=pytest.mark.nightly)
-
-
-@pytest.mark.parametrize("seeds", [range(6), MANY], ids=["few", "many"])
-def test_accept_tree_random_cases(seeds):
-    """As many as fit: rules, shapes and dtypes in turn."""
-    for seed in seeds:
-        kind = {"drawn": seed % 2 == 1, "dtype": torch.bfloat16 if seed % 3 == 2 else torch.float32}
-        kind["near" if seed % 4 == 0 else "relaxed"] = "delta" if seed % 4 == 0 else seed % 4 == 1
-        arguments = accept.random_case(1000 + seed, rows=6, nodes=4 + seed % 5, vocabulary=7 + seed, **kind)
-        found = accept.accept_tree_triton(*tree_arguments(to_device(arguments)))
-        assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)))
-
-
 @pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
 @pytest.mark.parametrize("kind", [{"relaxed": True}, {"near": "delta"}, {"near": "lam"}], ids=str)
 def test_accept_tree_from_log_distributions(kind, drawn):

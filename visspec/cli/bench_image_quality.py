@@ -221,7 +221,10 @@ def plain_setup(pipe: ImagePipeline) -> str:
 
 def acceptance_map(origins: np.ndarray, whole: bool) -> np.ndarray | None:
     """Return (rows, columns) float: 1 where a drafted code was accepted, 0 where the target replaced it, NaN where
-    nothing was drafted; None for an image without drafts. `whole`: the image was drafted as a whole, or not at all.
+    nothing was drafted; None for an image without drafts.
+
+    Args:
+        whole: Whether the image was drafted as a whole, or not at all.
     """
     stayed = origins == ORIGINS.index("drafted")
     replaced = ~stayed if whole else origins == ORIGINS.index("corrected")

@@ -134,6 +134,11 @@ def load(reference: str) -> Any:
 def scenes(world: str | None = None, processor: object = None, use: str = "captions") -> World:
     """Return a world by name, or by default the first whose words a model's processor knows (`World.known_to`), else
     the first. Raises ValueError if the name is unknown or no world is included.
+
+    Args:
+        world: Name of a world; None to choose by the processor.
+        processor: Processor of the model.
+        use: Which of its words the processor has to know, those of "captions" or of "prompts".
     """
     worlds = table().worlds
     if not worlds:
@@ -152,7 +157,11 @@ def is_included(model: str | Path) -> bool:
 
 
 def folder(name: str) -> Path:
-    """Return the folder of an included model's weights, which may not exist."""
+    """Return the folder of an included model's weights, which may not exist.
+
+    Args:
+        name: Name of an included model.
+    """
     return FOLDER / name
 
 

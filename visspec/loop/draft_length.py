@@ -1,6 +1,6 @@
 """Draft-length policies: how much a round drafts. They change the speed of decoding and never its output.
 
-`FixedLength` drafts as deep as it may. `AdaptiveLength` maximises the expected tokens per second, from measured costs
+`FixedLength` always drafts the maximum. `AdaptiveLength` maximises the expected tokens per second, from measured costs
 and acceptance. The cost of a pass is a table by its number of nodes, because it is not a line: on some CPUs a float32
 product of two rows takes longer than one of eight, and on a GPU thirty nodes cost what one costs.
 

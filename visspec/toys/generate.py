@@ -20,6 +20,10 @@ SIDES = {"shapes": 96, "emoji": 120}  # side in pixels
 def picture(world: str, seed: int) -> tuple[Image.Image, str]:
     """Return picture number `seed` of a world, "shapes" or "emoji", and its caption. Pictures from
     `scene.HELD_OUT_SEED` on are held out; the first 256 of these are in `visspec/toys/heldout`.
+
+    Args:
+        world: "shapes" or "emoji".
+        seed: Number of the picture.
     """
     if world not in SIDES:
         raise ValueError(f"world: got {world!r}, expected one of {', '.join(SIDES)}.")
@@ -31,7 +35,14 @@ def picture(world: str, seed: int) -> tuple[Image.Image, str]:
 
 
 def write_pictures(world: str, folder: str | Path, count: int, first: int = 0) -> None:
-    """Write `count` pictures, starting with number `first`, as PNGs, and metadata.jsonl with their captions."""
+    """Write `count` pictures, starting with number `first`, as PNGs, and metadata.jsonl with their captions.
+
+    Args:
+        world: "shapes" or "emoji".
+        folder: Where to write.
+        count: Number of pictures.
+        first: Number of the first picture.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "metadata.jsonl", "w", encoding="utf-8") as file:

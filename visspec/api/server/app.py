@@ -73,7 +73,7 @@ class Guard:
     def _check(self, headers: Headers) -> None:
         host = " ".join(headers.getlist("host"))
         if self.local and not HOST.fullmatch(host):
-            raise RequestError(f"host: got {host!r}, this server answers to {', '.join(LOCAL)}.", 403)
+            raise RequestError(f"host: got {host!r}, but this server only answers to {', '.join(LOCAL)}.", 403)
         scheme, _, given = headers.get("authorization", "").encode("latin-1").partition(b" ")
         if self.key and not (hmac.compare_digest(given.strip(), self.key) and scheme.lower() == b"bearer"):
             raise RequestError("The API key is missing or wrong.", 401, code="invalid_api_key")

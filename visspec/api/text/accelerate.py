@@ -317,7 +317,15 @@ class Accelerated:
         return self.run(*args, streamer=streamer, generator=generator, seed=seed, **kwargs).output
 
     def run(self, *args, streamer=None, generator=None, seed=None, **kwargs) -> Result:
-        """Like `generate`, but return a `Result` with the final state and statistics of this call."""
+        """Like `generate`, but return a `Result` with the final state and statistics of this call.
+
+        Args:
+            streamer: As in `generate`.
+            generator: As in `generate`.
+            seed: As in `generate`.
+            args: Positional arguments of transformers' `generate`.
+            kwargs: Arguments of transformers' `generate`.
+        """
         kwargs = requests.arguments_by_name(unwrap_adapter(self.model).generate, args, kwargs)
         streamer = kwargs.pop("streamer", streamer)
         requests.check(kwargs)
@@ -376,6 +384,12 @@ class Accelerated:
         return queueing.answers(builder, prompts, slots, ahead, self.tokenizer)
 
     def __call__(self, *args, **kwargs):
+        """Call the model, without acceleration.
+
+        Args:
+            args: Positional arguments of its `forward`.
+            kwargs: Arguments of its `forward`.
+        """
         return self.model(*args, **kwargs)
 
 

@@ -61,7 +61,7 @@ def of_generate(model, inputs: dict[str, Any], **options: object) -> Request:
 
 
 def arguments_by_name(generate: Callable, positional: Sequence, options: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call of `generate` by name, without positional ones that are None."""
+    """Return all arguments of a `generate` call by name, without positional ones that are None."""
     names = list(signature(generate).parameters)[: len(positional)] if positional else []
     twice = sorted(set(names) & set(options))
     if twice:
