@@ -14,7 +14,10 @@ from visspec.models.var.layout import VARImageModel
 
 KINDS = {  # how a painter is made, its processor, what loads it, a tensor of it, and its type
     "scale": (test_scale_painter.fresh, None, VARImageModel.read, "var.head.bias", "var_image"),
-    "mar": (lambda: test_mar_painter.fresh(test_mar_painter.SMALL), None, MARImageModel.read, "mar.z_proj.bias", "mar_image"),
+    "mar": (
+        lambda: test_mar_painter.fresh(test_mar_painter.SMALL), None, MARImageModel.read, "mar.z_proj.bias",
+        "mar_image",
+    ),
     "any_order": (
         test_any_order_painter.fresh, lambda: painter_processor(), RandARImageModel.read, "words.weight",
         "randar_image",
