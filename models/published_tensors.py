@@ -149,7 +149,7 @@ def load_published(
         dtype: The module's dtype.
         published: The file's name of a tensor of the module.
         ignored: Names of the file that the module may lack.
-        rebuild: Builds the module again, if it has buffers that no file holds.
+        rebuild: Moves the module to the CPU, if it has buffers that no file holds.
     """
     names = {own: published(own) for own in module.state_dict()}
     owns = {name: own for own, name in names.items()}

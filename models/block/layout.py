@@ -63,14 +63,8 @@ def read(
 
     Raises ValueError, before it reads weights, unless the tensors are exactly those of the form and of this target.
     """
-
-    def build() -> nn.Module:
-        parts = nn.Module()
-        parts.assistant, parts.own = network(config), _own(form, shapes, config.hidden_size, few, vocab)
-        table = cast(Tensor, model.get_input_embeddings().weight)
-        parts.head = sequential_of(folder, algorithm(form, data), entries_of(form, data), vocab, few, table)
-        return parts
-
+    parts: Any = nn.Module()
+    table = cast(Tensor, model.get_input_embeddings().weight)
     with sentence_of(folder), torch.device("meta"):
         config, block = config_of(folder, form, data, model, causal)
         vocab = entry(folder, layer_of(folder, form, data), "vocab_size", int)
@@ -78,12 +72,18 @@ def read(
             raise ValueError(f"drafter: made for a target of vocabulary {vocab}, got a model of {vocabulary(model)}")
         few = (data.get("draft_vocab_size") or vocab) if form == "speculators" else 0
         network = DFlash2Model if algorithm(form, data) == "dflash2" else MuseGlimmerAssistantModel
-        parts = build()
+        parts.assistant, parts.own = network(config), _own(form, shapes, config.hidden_size, few, vocab)
+        parts.head = sequential_of(folder, algorithm(form, data), entries_of(form, data), vocab, few, table)
     if network is DFlash2Model and 0 < few < vocab:
         raise ValueError(f"drafter: draft_vocab_size of {folder} is {few}, expected {vocab} for a selector")
     ignored = {"speculators": (*OF_THE_TARGET, *OWN_HEAD), "deepspec": COPIES}.get(form, ())
     tensors = partial(read_stripped, folder)
-    parts = load_published(parts, shapes, tensors, folder, model.dtype, _published, ignored, build).to(model.device)
+
+    def rebuild() -> nn.Module:
+        parts.to_empty(device="cpu").assistant = network(config)  # its rotary tables are in no file
+        return parts
+
+    parts = load_published(parts, shapes, tensors, folder, model.dtype, _published, ignored, rebuild).to(model.device)
     head, more = parts.head, _fields(folder, parts.own, model, vocab)
     if isinstance(head, Spark):
         head.ids = more.get("ids")

@@ -129,7 +129,7 @@ class ScaleImages(Family):
         self.refiner, self.handover, self.budget = refiner, handover, budget
         self.scales, self.codes = net.config.scales, net.config.codes
         self.sizes = tuple(size * self.codec.quantize.each for size in self.scales.sizes)  # codes of each map
-        got, want = (vae.shape.codes, vae.shape.size), (net.config.codes, net.config.code_size)
+        got, want = (self.codec.shape.codes, self.codec.shape.size), (net.config.codes, net.config.code_size)
         if got != want:
             raise ValueError(f"codec: got {got[0]} codes of {got[1]}, expected the model's {want[0]} of {want[1]}")
         if (refiner is None) != (handover is None):
