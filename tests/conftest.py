@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 
 import pytest
 import torch
@@ -37,6 +38,22 @@ def _seeded():
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def unwarped(monkeypatch):
+    """Laws in float64: at temperature 1 a warp has nothing to do but to round."""
+    for module in ("sampling", "models.drafting.structure", "models.jacobi.drafter"):
+        monkeypatch.setattr(f"visspec.{module}.warp", lambda logits, sampling: logits)
+
+
+@pytest.fixture
+def hurried():
+    """Threads change places as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
 
 
 @pytest.fixture(scope="session")

@@ -10,16 +10,19 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from types import SimpleNamespace
 
 import scipy.stats
 import torch
 from torch import Tensor
 
 from tests.doubles import compact, drafted
+from visspec import sampling
 from visspec import tree as trees
 from visspec.accept.exact import follow
-from visspec.distributions import residual
-from visspec.types import Draft, Verdict
+from visspec.distributions import Categorical, residual
+from visspec.sampling import Uniform
+from visspec.types import Draft, Sampling, Verdict
 
 Context = tuple[int, ...]
 Distribution = Callable[[Context], Tensor]  # context -> (V,) float64
@@ -145,3 +148,69 @@ def chi_square(counts, distribution):
     pooled = [torch.cat([x[~small], x[small].sum()[None]]) for x in (counts, expected)]
     keep = pooled[1] > 0
     return scipy.stats.chisquare(pooled[0][keep].numpy(), pooled[1][keep].numpy(), sum_check=False).pvalue
+
+
+# --- Drafts whose numbers belong to positions. A branch is (committed tokens, where each position's u may still lie).
+# There are two tokens, so that one u decides a draw.
+
+SIZE = 5  # tokens
+
+
+class PositionalChain:
+    """Chains of three through `sampling.propose`: token 0 is drawn where u is below its probability."""
+
+    depth = 3
+
+    def __init__(self, q):
+        self.q = q
+
+    def cuts(self, committed, numbers, level):
+        drafted = self.draft(committed, numbers, level).value[0, 1:].tolist() if level else []
+        return [float(self.q((*committed, *drafted))[0])]
+
+    def draft(self, committed, numbers, depth):
+        window = torch.tensor(numbers, dtype=torch.float64)[None, :, None]
+        state = SimpleNamespace(noise=Uniform.of(window), request=SimpleNamespace(sampling=Sampling(temperature=1.0)))
+        pending, tokens, distributions = torch.tensor([committed[-1]]), [], []
+        for level in range(depth):
+            logits = self.q((*committed, *(int(t) for t in tokens))).log()[None]
+            token, distribution = sampling.propose(logits, state, level)
+            tokens.append(token)
+            distributions.append(distribution)
+        return trees.chain_draft(pending, torch.stack(tokens, 1), Categorical.chain(distributions))
+
+
+def process_law(drafter, p, shift=lambda gained: gained, verdicts=verdicts):
+    """Joint law of SIZE tokens. shift: by how far numbers move after so many tokens. verdicts: what the rule can do."""
+    distribution, branches = torch.zeros((2,) * SIZE, dtype=torch.float64), {}
+    fresh = ((0.0, 1.0),) * drafter.depth
+    for y in range(2):
+        branches[(y,), fresh] = float(p(())[y])
+    while branches:
+        new = {}
+        for (committed, spans), weight in branches.items():
+            if len(committed) == SIZE:
+                distribution[committed] += weight
+                continue
+            depth = min(drafter.depth, SIZE - len(committed) - 1)
+            for parts, likely in narrowed(drafter, committed, spans, depth):
+                numbers = [(a + b) / 2 for a, b in parts]
+                none = trees.empty_draft(torch.tensor(committed[-1:]))
+                draft = drafter.draft(committed, numbers, depth) if depth else none
+                for gained, share in verdicts(p, committed, draft):
+                    after = ((*parts, *fresh)[shift(len(gained)) :])[: drafter.depth]
+                    key = ((*committed, *gained), after if len(committed) + len(gained) < SIZE else None)
+                    new[key] = new.get(key, 0.0) + weight * likely * share
+        branches = new
+    return distribution
+
+
+def narrowed(drafter, committed, spans, depth, level=0):
+    """Where the numbers lie, so far as the draft depends on them, with the probability of each case."""
+    if level == depth:
+        yield tuple(spans), 1.0
+        return
+    numbers = [(a + b) / 2 for a, b in spans]
+    for parts, likely in split(spans, {level: drafter.cuts(committed, numbers, level)}):
+        for further, share in narrowed(drafter, committed, parts, depth, level + 1):
+            yield further, likely * share

@@ -7,6 +7,7 @@ import io
 import json
 import tarfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from visspec.sampling import SIBLINGS
 from visspec.types import Draft, Drafter, DrafterTraits, Scores, State, Verdict
 
 NEW = 24  # tokens asked for where a test does not say
+THREADS = 8
 
 
 @contextmanager
@@ -47,6 +49,13 @@ def refused(capsys, *argv, code=2) -> str:
     assert found == code, line
     assert "Traceback" not in line
     return line
+
+
+def together(jobs: list[Callable[[], None]]) -> None:
+    """Run the jobs on eight threads at once; raises what the first failing one raised."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        for call in [pool.submit(job) for job in jobs]:
+            call.result()
 
 
 def tar_of(path: Path, members: dict[str, bytes]) -> Path:

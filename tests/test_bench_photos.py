@@ -29,19 +29,12 @@ def photographs(folder, count: int = 4):
         Image.fromarray(random.integers(0, 255, (24, 20, 3), dtype=np.uint8)).save(folder / f"{i}.jpg")
 
 
-def tiny_clip(folder):
-    folder.mkdir(parents=True)
-    model, processor = clip(folder)
-    model.save_pretrained(folder)
-    processor.save_pretrained(folder)
-
-
 @pytest.fixture
 def home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     photographs(tmp_path / "photos")
     (tmp_path / "coco.txt").write_text("a red cube\nblue grass\n\na cube\nred\n")
-    tiny_clip(tmp_path / "openai" / "clip-vit-large-patch14")
+    clip(tmp_path / "openai" / "clip-vit-large-patch14")
     return tmp_path
 
 

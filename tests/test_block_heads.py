@@ -7,11 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import visspec
-from tests.distributions import context_law, plain_law, total_variation
+from tests.distributions import SIZE, context_law, plain_law, process_law, total_variation
+from tests.distributions import PositionalChain as Drafted
 from tests.published import begun
-from tests.test_positions import SIZE, process_law
-from tests.test_positions import Chain as Drafted
-from tests.test_shapes import unwarped  # noqa: F401
 from tests.tiny import model_of, prompt, shapes
 from visspec.api.training.drafter import request_of
 from visspec.api.training.presets import of_preset
@@ -123,12 +121,12 @@ class Expecting(Drafted):
 
 @pytest.mark.parametrize("confidence", [0.5, 0.35])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_head_keeps_the_law_of_draws(confidence, seed, unwarped):  # noqa: F811
+def test_a_head_keeps_the_law_of_draws(confidence, seed, unwarped):
     p, drafter = context_law(2, seed), Expecting(context_law(2, seed + 7), confidence)
     assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) < 1e-12
 
 
-def test_a_head_that_sees_the_token_is_seen(unwarped):  # noqa: F811
+def test_a_head_that_sees_the_token_is_seen(unwarped):
     p, drafter = context_law(2, 0), Expecting(context_law(2, 7))
     drafter.own = True
     assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) > 1e-3

@@ -8,16 +8,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.distributions import context_law, output_law, plain_law, total_variation, verdicts
+from tests.distributions import SIZE, context_law, output_law, plain_law, process_law, total_variation, verdicts
+from tests.distributions import PositionalChain as Chain
 from tests.doubles import drafted
 from tests.registry_cases import janus_pair, tiny_drafter
 from tests.test_block_heads import Expecting
-from tests.test_positions import SIZE, Chain, process_law
-from visspec import registry, sampling, tree
+from visspec import registry, tree
 from visspec.accept import block
 from visspec.accept.block import Block, RoundNoise
 from visspec.distributions import Categorical, residual
-from visspec.models.drafting import structure
 from visspec.types import Scores
 
 V, FRESH = 5, Chain.depth  # so many positions are dropped after a round: all that were read
@@ -35,12 +34,6 @@ def blocks(p, committed, draft, chances=block.chances):
         found += [((*tokens[:n], y), here * float(rest_V[y])) for y in range(len(rest_V))]
         going -= here
     return [v for v in found if v[1] > 0]
-
-
-@pytest.fixture
-def unwarped(monkeypatch):
-    for module in (sampling, structure):
-        monkeypatch.setattr(module, "warp", lambda logits, sampling: logits)  # in float64
 
 
 def law(drafter, p, shift=FRESH):

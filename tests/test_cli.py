@@ -92,9 +92,6 @@ def test_help_shows_each_default_once(command, capsys):
     assert "(default: None)" not in str(found) and "(default: False)" not in str(found)
 
 
-DRAWN = ["--temperature", "1", "--seed", "5"]
-
-
 def test_caption_missing_file(pictures, tmp_path, capsys):
     files = [pictures[0], str(tmp_path / "gone.png"), pictures[1]]
     code = main(["caption", *files])

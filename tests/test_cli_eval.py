@@ -46,9 +46,7 @@ def refused(capsys, *arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("clip")
-    for part in tiny_clip.clip(folder):
-        part.save_pretrained(folder)
+    tiny_clip.clip(folder := tmp_path_factory.mktemp("clip"))
     return folder
 
 

@@ -8,11 +8,10 @@ import torch
 import transformers as tf
 
 import visspec
-from tests.distributions import context_law, plain_law, total_variation
+from tests.distributions import SIZE, context_law, plain_law, process_law, total_variation
+from tests.distributions import PositionalChain as Chain
 from tests.doubles import NEW
 from tests.published import begun
-from tests.test_positions import SIZE, Chain, process_law
-from tests.test_shapes import unwarped  # noqa: F401
 from tests.tiny import VOCAB, model_of, prompt, shapes
 from visspec import registry
 from visspec.api.training.drafter import request_of
@@ -170,7 +169,7 @@ class Denoising(Chain):
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_filled_blocks_keep_the_law_of_draws(steps, seed, unwarped):  # noqa: F811
+def test_filled_blocks_keep_the_law_of_draws(steps, seed, unwarped):
     p, drafter = context_law(2, seed), Denoising(context_law(2, seed + 7), steps)
     assert total_variation(process_law(drafter, p), plain_law(p, 2, SIZE)) < 1e-12
 

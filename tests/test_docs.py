@@ -26,9 +26,10 @@ from tests import test_videos as videos
 from tests import tiny_images as tiny
 from tests.grammars import SCHEMA, json_model, json_processor
 from tests.layouts import chameleon_vq_names, filled
-from tests.test_bench_photos import photographs, tiny_clip
+from tests.test_bench_photos import photographs
 from tests.test_diffusion import modern_bert
 from tests.tiny import model_of
+from tests.tiny_clip import clip
 from visspec import registry
 from visspec.api import loading
 from visspec.api.captions import prepare
@@ -49,7 +50,8 @@ PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mP8z8BQDwAEhQG
 SHORT = {  # what makes a command short, and says of small models what the authors' sizes do not
     "train drafter .*--prompts": "--steps 2 --rows 2 --eval-rows 2 --overwrite",
     "train drafter": "--steps 2 --rows 2 --max-new-tokens 8 --overwrite",
-    "(caption photos|bench caption)": "--max-new-tokens 8",
+    "caption photos": "--max-new-tokens 8",
+    "bench caption": "--max-new-tokens 8 --count 4",
     "tune": "--max-new-tokens 4 --count 4 --lengths 2 --drafters ngram",
     "convert llamagen": "--size 16 --heads 4",
     "convert (randar|mar)": "--heads 4",
@@ -171,7 +173,7 @@ def evaluating(home: Path) -> None:
     (home / "drawn").mkdir()
     lines = [{"image": path, **row} for path, row in zip(tiny.scene_files(home / "drawn", 8), rows)]
     (home / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    tiny_clip(home / "openai" / "clip-vit-large-patch14")
+    clip(home / "openai" / "clip-vit-large-patch14")
 
 
 def imaging(home: Path) -> dict[str, Any]:

@@ -15,11 +15,9 @@ import visspec
 from tests import image_cases as images
 from tests import test_compiled as compiling
 from tests import test_stream as streaming
-from tests.doubles import Grower, Hostile, Oracle, TreeOracle, fast, new_tokens, stock
+from tests.doubles import Grower, Hostile, Oracle, TreeOracle, fast, new_tokens, stock, together
 from tests.replays import Standin, recording
 from tests.test_recurrent import model_of as recurrent
-from tests.test_threads import hurried as hurried
-from tests.test_threads import together
 from tests.tiny import DISTINCT, FAMILIES, llama, model_of, prompt, shapes
 from visspec import kernels
 from visspec.accept.exact import Exact

@@ -22,9 +22,6 @@ from visspec.models.janus.target import Janus
 from visspec.train.capture import capture
 from visspec.types import Request, Sampling
 
-SHAPES = {
-    "chain": {}, "dynamic": {"tree": "dynamic", "width": 3, "nodes": 9}, "static": {"tree": "static", "shape": "3-4-2"},
-}  # fmt: skip
 V = 3  # codes that the drafter of the law tests knows
 LAWS = {
     "chain": {"levels": 2}, "static": {"tree": "static", "shape": "2-2"}, "wide": {"tree": "static", "shape": "3-1"},

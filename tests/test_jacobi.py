@@ -311,21 +311,16 @@ def test_numbers_that_move_to_another_position_are_seen():
     assert total_variation(distribution, plain_law(p, VOCAB, 6)) > 1e-3
 
 
-@pytest.fixture
-def in_float64(monkeypatch):
-    monkeypatch.setattr("visspec.models.jacobi.drafter.warp", lambda logits, sampling: logits)
-
-
 @pytest.mark.parametrize("levels", [1, 2])
 @pytest.mark.parametrize("start", ["left", "random"])
-def test_a_front_keeps_the_law(start, levels, in_float64):
+def test_a_front_keeps_the_law(start, levels, unwarped):
     p, head = context_law(VOCAB, 0), SimpleNamespace(levels=levels, law=context_law(VOCAB, 3))
     distribution = positional_law(Jacobi(WIDTH, "gumbel", start), p, 6, head=head)
     assert total_variation(distribution, plain_law(p, VOCAB, 6)) < 1e-12
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_front_that_reports_the_law_of_the_window_is_seen(late, in_float64, monkeypatch):
+def test_a_front_that_reports_the_law_of_the_window_is_seen(late, unwarped, monkeypatch):
     p, head = context_law(VOCAB, 0), SimpleNamespace(levels=1, law=context_law(VOCAB, 3))
     finish = Front.finish
 

@@ -12,7 +12,6 @@ from transformers import GenerationConfig
 import visspec
 from tests import tiny_images
 from tests.doubles import new_tokens
-from tests.test_threads import pipeline
 from tests.tiny import llama, llava, prompt, shapes
 from tests.tiny_images import Words
 from visspec.api.images.pipeline import ImagePipeline
@@ -122,8 +121,7 @@ def test_a_hook_serves_the_model_that_called_it():
 
 def fresh() -> ImagePipeline:
     """A pipeline on a model of its own."""
-    pipe = pipeline()
-    pipe = ImagePipeline(copy.deepcopy(pipe.model), Words(), drafter="jacobi:window=4")
+    pipe = ImagePipeline(copy.deepcopy(tiny_images.janus()), Words(), drafter="jacobi:window=4")
     pipe.set_progress_bar_config(disable=True)
     return pipe
 

@@ -2,54 +2,21 @@
 
 A position is drafted anew in every round until it is committed, each time with the same number. That is sound as long
 as nothing judged so far depends on the number: then the law of the draft, given all that happened, is the q it reports.
-A branch of the enumeration is (committed tokens, where each position's u may still lie); the drafters' own code
-(`sampling.propose`, `feature_tree.StaticTreeBuilder`) makes the drafts, in float64. Two tokens, so that one u decides a
-draw.
+The drafters' own code (`sampling.propose`, `feature_tree.StaticTreeBuilder`) makes the drafts, in float64.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from tests.distributions import context_law, plain_law, split, total_variation, verdicts
-from visspec import sampling
-from visspec import tree as trees
-from visspec.distributions import Categorical
+from tests.distributions import SIZE, PositionalChain, context_law, plain_law, process_law, total_variation
 from visspec.models.drafting import static_tree as feature_tree
-from visspec.sampling import Uniform
-from visspec.types import Sampling
 
-SIZE = 5  # tokens
+pytestmark = pytest.mark.usefixtures("unwarped")
 
 
-class Chain:
-    """Chains of three through `sampling.propose`: token 0 is drawn where u is below its probability."""
-
-    depth = 3
-
-    def __init__(self, q):
-        self.q = q
-
-    def cuts(self, committed, numbers, level):
-        drafted = self.draft(committed, numbers, level).value[0, 1:].tolist() if level else []
-        return [float(self.q((*committed, *drafted))[0])]
-
-    def draft(self, committed, numbers, depth):
-        window = torch.tensor(numbers, dtype=torch.float64)[None, :, None]
-        state = SimpleNamespace(noise=Uniform.of(window), request=SimpleNamespace(sampling=Sampling(temperature=1.0)))
-        pending, tokens, distributions = torch.tensor([committed[-1]]), [], []
-        for level in range(depth):
-            logits = self.q((*committed, *(int(t) for t in tokens))).log()[None]
-            token, distribution = sampling.propose(logits, state, level)
-            tokens.append(token)
-            distributions.append(distribution)
-        return trees.chain_draft(pending, torch.stack(tokens, 1), Categorical.chain(distributions))
-
-
-class Planned(Chain):
+class Planned(PositionalChain):
     """Static trees of so many nodes a depth, with Gumbel numbers: token 1 is first where u is below its probability."""
 
     def __init__(self, q, counts):
@@ -78,53 +45,12 @@ class Planned(Chain):
         return planned, paths
 
 
-def process_law(drafter, p, shift=lambda gained: gained, verdicts=verdicts):
-    """Joint law of SIZE tokens. shift: by how far numbers move after so many tokens. verdicts: what the rule can do."""
-    distribution, branches = torch.zeros((2,) * SIZE, dtype=torch.float64), {}
-    fresh = ((0.0, 1.0),) * drafter.depth
-    for y in range(2):
-        branches[(y,), fresh] = float(p(())[y])
-    while branches:
-        new = {}
-        for (committed, spans), weight in branches.items():
-            if len(committed) == SIZE:
-                distribution[committed] += weight
-                continue
-            depth = min(drafter.depth, SIZE - len(committed) - 1)
-            for parts, likely in narrowed(drafter, committed, spans, depth):
-                numbers = [(a + b) / 2 for a, b in parts]
-                none = trees.empty_draft(torch.tensor(committed[-1:]))
-                draft = drafter.draft(committed, numbers, depth) if depth else none
-                for gained, share in verdicts(p, committed, draft):
-                    after = ((*parts, *fresh)[shift(len(gained)) :])[: drafter.depth]
-                    key = ((*committed, *gained), after if len(committed) + len(gained) < SIZE else None)
-                    new[key] = new.get(key, 0.0) + weight * likely * share
-        branches = new
-    return distribution
-
-
-def narrowed(drafter, committed, spans, depth, level=0):
-    """Where the numbers lie, so far as the draft depends on them, with the probability of each case."""
-    if level == depth:
-        yield tuple(spans), 1.0
-        return
-    numbers = [(a + b) / 2 for a, b in spans]
-    for parts, likely in split(spans, {level: drafter.cuts(committed, numbers, level)}):
-        for further, share in narrowed(drafter, committed, parts, depth, level + 1):
-            yield further, likely * share
-
-
 DRAFTERS = {
-    "chain": Chain,
+    "chain": PositionalChain,
     "static 1-2-1": lambda q: Planned(q, (1, 2, 1)),
     "static 2-2": lambda q: Planned(q, (2, 2)),
     "static 1-1-2": lambda q: Planned(q, (1, 1, 2)),
 }
-
-
-@pytest.fixture(autouse=True)
-def _float64(monkeypatch):
-    monkeypatch.setattr(sampling, "warp", lambda logits, sampling: logits)  # it has nothing to do here but to round
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -14,7 +14,6 @@ from visspec import registry
 from visspec import tree as trees
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.drafting import static_tree as feature_tree
-from visspec.models.drafting import structure as values
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.testing import check_drafter
 from visspec.types import DraftLengthPolicy
@@ -150,11 +149,6 @@ def test_budget_tree_is_optimal():
         assert grown(distribution, nodes, nodes, depth, 4) == pytest.approx(sum(every[:nodes]), rel=1e-5)
         less += grown(distribution, 2, nodes, depth, 4) < sum(every[:nodes]) - 1e-4
     assert less > 5
-
-
-@pytest.fixture
-def unwarped(monkeypatch):
-    monkeypatch.setattr(values, "warp", lambda logits, sampling: logits)  # in float64
 
 
 # --- as options -------------------------------------------------------------------------------------------------------

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import sys
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
 
 import visspec
 from tests import tiny_images
-from tests.doubles import Grower, stock
+from tests.doubles import THREADS, Grower, stock, together
 from tests.tiny import llama, llava, model_of, prompt, shapes
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.accept.lantern import Lantern, LanternPlus
@@ -21,45 +19,7 @@ from visspec.models.decoder import probe
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
 
-THREADS = 8
 TEXTS = ["a", "b c", "d e f"]
-
-
-def pipeline(**options) -> ImagePipeline:
-    return ImagePipeline(tiny_images.janus(), tiny_images.Words(), **options)
-
-
-@pytest.fixture
-def hurried():
-    """Threads change places as often as they can."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
-
-
-def together(jobs: list[Callable[[], None]]) -> None:
-    """Run the jobs on eight threads at once and raise what the first failing one raised."""
-    left, failures = list(enumerate(jobs)), []
-
-    def work():
-        while left and not failures:
-            try:
-                _, job = left.pop()
-            except IndexError:
-                return
-            try:
-                job()
-            except BaseException as error:  # shown by the test's own thread
-                failures.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
 
 
 def methods() -> list[tuple]:
@@ -77,7 +37,7 @@ def methods() -> list[tuple]:
 
 @pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.nightly)])
 def test_eight_threads_on_one_pipeline(times, hurried):
-    alone, shared = pipeline(), pipeline()
+    alone, shared = tiny_images.pipeline(), tiny_images.pipeline()
     shared_by_all = {"batch_size": 2, "output_type": "latent"}
     options = [
         {"prompt": TEXTS[: 1 + i % 3], "seed": i, "drafter": drafter, "acceptance": rule, **shared_by_all}
@@ -132,7 +92,7 @@ def test_eight_threads_on_one_accelerated_model(kind, times, hurried):
 @pytest.mark.parametrize("spelled", ["interrupt", "_interrupt"])
 def test_a_callback_ends_its_own_call(spelled, hurried):
     """Of eight calls under way at once, those whose callbacks ask for it."""
-    pipe, starting = pipeline(), threading.Barrier(THREADS)
+    pipe, starting = tiny_images.pipeline(), threading.Barrier(THREADS)
     found: list[int] = [-1] * THREADS
 
     def job(i):
@@ -155,7 +115,7 @@ def test_a_callback_ends_its_own_call(spelled, hurried):
 
 def test_another_thread_ends_all_calls():
     """Also those of streams; the next call begins anew."""
-    pipe, under_way, told = pipeline(drafter=None), threading.Semaphore(0), threading.Event()
+    pipe, under_way, told = tiny_images.pipeline(drafter=None), threading.Semaphore(0), threading.Event()
     found = []
 
     def callback(pipeline, step, done, extra):
@@ -186,7 +146,7 @@ def test_another_thread_ends_all_calls():
 
 def test_weights_stay_until_last_call(monkeypatch):
     """Offloading: one call's end must not take the weights away from another."""
-    pipe, moves = pipeline(drafter=None), []
+    pipe, moves = tiny_images.pipeline(drafter=None), []
     monkeypatch.setattr(pipe, "_move", lambda where: moves.append(str(where)))
     pipe.enable_model_cpu_offload("cpu")
     streams = [pipe.stream(TEXTS[:2], seed=0, batch_size=1, output_type="latent") for _ in range(2)]
@@ -210,7 +170,7 @@ def test_a_rule_serves_two_targets(rule):
     with torch.no_grad():
         weight = other.model.vqmodel.quantize.embedding.weight
         weight.copy_(weight.flip(0) ** 3)
-    first, second = pipeline(), ImagePipeline(other, tiny_images.Words())
+    first, second = tiny_images.pipeline(), ImagePipeline(other, tiny_images.Words())
     asked = {"prompt": TEXTS, "seed": 1, "drafter": "jacobi:redraw=maximal,window=4", "output_type": "latent"}
     expected = [p(**asked, acceptance=copy.deepcopy(rule)).stats[0].drift_per_token for p in (first, second)]
     assert expected[0] != expected[1]

@@ -21,9 +21,13 @@ def tokenizer(folder: Path) -> CLIPTokenizer:
 
 
 def clip(folder: Path) -> tuple[CLIPModel, CLIPProcessor]:
-    """Model and processor; the tokenizer's files lie in the folder."""
+    """Model and processor, which are saved in the folder, too."""
+    folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     text = TEXT | {"max_position_embeddings": LENGTH}
     config = CLIPConfig(text_config=text, vision_config=VISION, projection_dim=12)
     pixels = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
-    return CLIPModel(config).eval(), CLIPProcessor(pixels, tokenizer(folder))
+    model, processor = CLIPModel(config).eval(), CLIPProcessor(pixels, tokenizer(folder))
+    model.save_pretrained(folder)
+    processor.save_pretrained(folder)
+    return model, processor

@@ -18,6 +18,7 @@ from transformers.models.emu3.configuration_emu3 import Emu3TextConfig, Emu3VQVA
 from transformers.models.janus.configuration_janus import JanusVisionConfig, JanusVQVAEConfig
 
 from tests.tiny import enliven
+from visspec import ImagePipeline
 from visspec.io import included
 
 PAD, BOS, EOS, BOI = 0, 1, 2, 3
@@ -91,6 +92,10 @@ def sibling(side: int = 2, seed: int = 1):
         generation_kwargs={"boi_token_id": BOI},
     )  # fmt: skip
     return model
+
+
+def pipeline(**options) -> ImagePipeline:
+    return ImagePipeline(janus(), Words(), **options)
 
 
 def painter(where) -> None:

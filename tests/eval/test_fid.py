@@ -1,5 +1,6 @@
 """Frechet distance and its family: numerics, parity with torch-fidelity, references, folders."""
 
+import itertools
 import json
 import types
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from PIL import Image
 
 from tests import tiny_clip
-from visspec.eval.metrics import fid, kid
+from visspec.eval.metrics import fid, kid, paired_kid
 from visspec.eval.metrics.features import (
     FeatureTable,
     Inception,
@@ -212,3 +213,37 @@ def test_kid_reads_folders_and_carries_counts_and_problems(tmp_path: Path):
     assert (row["n"], row["n_reference"], row["fingerprint"]) == (12, 14, extractor.fingerprint)
     assert len(row["problems"]) == 2 and "2.png" in row["problems"][0]
     assert "different counts: 12" in row["problems"][1]
+
+
+# --- the distance over pairs ---
+
+
+def pairs(n, shift=0.0, seed=0, dim=6):
+    """Features of two draws a prompt, of prompts that differ far more than draws; the second is shifted."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt, first, second = (torch.randn(n, dim, generator=generator) for _ in range(3))
+    return 2 * prompt + 0.3 * first, 2 * prompt + 0.3 * second + shift
+
+
+def test_paired_kid_is_the_mean_over_other_pairs():
+    first, second = (x.double() for x in pairs(5, 0.2))
+    k = lambda a, b: (float(a @ b) / 6 + 1) ** 3  # noqa: E731
+    of_two = [
+        k(first[i], first[j]) + k(second[i], second[j]) - k(first[i], second[j]) - k(second[i], first[j])
+        for i, j in itertools.permutations(range(5), 2)
+    ]
+    assert paired_kid.from_features(first, second).value == pytest.approx(sum(of_two) / 20)
+    assert paired_kid.from_features(first, first) == (0.0, 0.0)
+
+
+def test_paired_floor_is_passed_by_chance_in_one_of_twenty():
+    found = [paired_kid.from_features(*pairs(24, seed=s)) for s in range(400)]
+    assert 0.02 <= sum(one.value > one.floor for one in found) / 400 <= 0.08
+
+
+def test_pairs_show_what_a_distance_of_sets_does_not():
+    first, second = pairs(48, 0.2)
+    found = paired_kid.from_features(first, second)
+    assert found.value > 2 * found.floor
+    noise = [fid.from_features(pairs(48, seed=s)[0], pairs(48, seed=s + 50)[0]) for s in range(20)]
+    assert fid.from_features(first, second) < min(noise)

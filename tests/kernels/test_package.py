@@ -1,9 +1,15 @@
-"""The package: lazy, usable without Triton, never a top-level name; its kernels compile for a GPU that is not here."""
+"""The package: lazy, usable without Triton, never a top-level name; its kernels run interpreted where there is no GPU,
+and compile for one."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
+
+TRITON = Path(__file__).with_name("test_triton.py")
 
 
 def in_a_fresh_process(code):
@@ -25,6 +31,14 @@ def test_the_operators_work_without_triton():
         "print(kernels.guided_warp(torch.zeros(1, 4)).tolist(), 'kernels' in sys.modules)"
     )
     assert out.strip() == "[[0.25, 0.25, 0.25, 0.25]] False"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_triton.py runs compiled")
+def test_triton_interpreted():
+    pytest.importorskip("triton")
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "--import-mode=importlib", str(TRITON)]
+    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 COMPILE = """
