@@ -10,6 +10,7 @@ from transformers import BatchEncoding
 
 import visspec
 from tests.tiny import model_of, prompt, shapes
+from visspec.api.sources import Record
 from visspec.cli import bench_text
 from visspec.loop.draft_length import SIZES, VAIN, AdaptiveLength, CostTable, FixedLength
 from visspec.models.lookup import context, text_index
@@ -274,13 +275,18 @@ def test_where_nothing_pays_the_drafter_rests():
 
 def test_prompts_are_of_ten_kinds(tmp_path):
     prompts = bench_text.read_prompts(None)
-    assert len(prompts) == 48 and len({prompt.kind for prompt in prompts}) == 10
+    assert len(prompts) == 48 and len({prompt.category for prompt in prompts}) == 10
     own = tmp_path / "prompts.jsonl"
     own.write_text('{"prompt": "Hello"}\n{"prompt": "Hi", "kind": "greeting"}\n')
-    assert bench_text.read_prompts(own) == [("Hello", ""), ("Hi", "greeting")]
+    read = [(prompt.prompt, prompt.category) for prompt in bench_text.read_prompts(own)]
+    assert read == [("Hello", ""), ("Hi", "greeting")]
     own.write_text('{"text": "Hi"}\n')
     with pytest.raises(ValueError, match="jsonl:1: got a line without a prompt, expected an object with one"):
         bench_text.read_prompts(own)
+
+
+def asked(text, category):
+    return Record(text, prompt=text, category=category)
 
 
 class Letters:
@@ -295,7 +301,7 @@ class Letters:
 
 def test_bench_text_has_a_row_an_arm_and_kind():
     options = bench_text.Options(model="tiny", max_new_tokens=12)
-    prompts = [bench_text.TextPrompt("abcabcabc", "a"), bench_text.TextPrompt("hello hello", "b")]
+    prompts = [asked("abcabcabc", "a"), asked("hello hello", "b")]
     found = bench_text.bench_text(model_of("llama"), Letters(), prompts, options, ["context"])
     arms = ("generate_static", "prompt_lookup", "plain", "context")
     assert [(row["name"], row["kind"]) for row in found["rows"]] == [(a, k) for a in arms for k in ("all", "a", "b")]
@@ -305,7 +311,7 @@ def test_bench_text_has_a_row_an_arm_and_kind():
 
 def test_bench_text_in_batches_and_a_stream():
     options = bench_text.Options(model="tiny", max_new_tokens=12, batch_size=2, stream=True)
-    prompts = [bench_text.TextPrompt(text, "a") for text in ("abcabcabc", "hello hello", "a b c")]
+    prompts = [asked(text, "a") for text in ("abcabcabc", "hello hello", "a b c")]
     found = bench_text.bench_text(model_of("llama"), Letters(), prompts, options, ["context"])
     rows = [(row["name"], row["kind"], row["n"], row["identical"]) for row in found["rows"]]
     assert rows == [(name, "all", 2, 2) for name in ("generate_static", "plain", "context")]
@@ -322,7 +328,7 @@ def test_bench_text_measures_no_prompt_twice():
             return super().__call__(text, **more)
 
     options = bench_text.Options(model="tiny", max_new_tokens=8)
-    prompts = [bench_text.TextPrompt("abcdefgh", "a"), bench_text.TextPrompt("the quick brown fox", "a")]
+    prompts = [Record("a", prompt="abcdefgh"), Record("b", prompt="the quick brown fox")]
     found = bench_text.bench_text(model_of("llama"), Listening(), prompts, options, ["context"])
-    assert asked[:2] == [prompt.text for prompt in prompts] and len(set(asked)) == len(asked) > 2
+    assert asked[:2] == [prompt.prompt for prompt in prompts] and len(set(asked)) == len(asked) > 2
     assert found["n_prompts"] == 2

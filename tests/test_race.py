@@ -14,7 +14,7 @@ def test_tokens_and_codes_appear_when_they_were_committed(tmp_path, monkeypatch)
     codes = [Lane("slow", [0.5, 1.0, 1.5, 2.0], [], picture), Lane("fast", [0.5] * 4, [], picture)]
     monkeypatch.setattr(race, "captions", lambda name: lanes)
     monkeypatch.setattr(race, "pictures", lambda name, prompt: codes)
-    race.write(tmp_path / "out" / "race.gif")
+    race.write(tmp_path / "out" / "race.gif", "captioner", "painter", "a ring")
     with Image.open(tmp_path / "out" / "race.gif") as file:
         spent, at = 0, {}
         for frame in ImageSequence.Iterator(file):

@@ -23,7 +23,7 @@ from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import CaptureTarget
 from visspec.train import losses
 from visspec.train.capture import capture, identity, split
-from visspec.train.losses import Step
+from visspec.train.loop import Step
 from visspec.train.options import TrainingOptions
 
 

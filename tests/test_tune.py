@@ -10,7 +10,6 @@ from tests.doubles import refused
 from tests.tiny import model_of
 from visspec import presets
 from visspec.cli import tune as command
-from visspec.cli import tune_image
 from visspec.cli.main import main
 
 
@@ -101,18 +100,18 @@ def test_bad_input_is_a_sentence(images, tmp_path, capsys):
 
 def test_an_image_model_is_tuned(tmp_path, capsys, monkeypatch):
     """The choice is a measured way, other prompts decide about it, and the pipeline and the bench take it."""
-    monkeypatch.setattr(tune_image, "EXACT", ["jacobi:window=4/exact", "jacobi:redraw=maximal,window=4/rejection"])
+    monkeypatch.setattr(command, "EXACT", ["jacobi:window=4/exact", "jacobi:redraw=maximal,window=4/rejection"])
     tiny_images.painter(tmp_path / "m")
     (tmp_path / "p.txt").write_text("a photo of a red ring\na photo of a blue star\n")
     file, record = tmp_path / "tuned.json", tmp_path / "r.json"
     argv = ["tune", "--model", str(tmp_path / "m"), "--prompts", str(tmp_path / "p.txt"), "--out", str(file)]
     assert main([*argv, "--count", "1", "--json", str(record)]) == 0
     found = json.loads(record.read_text())
-    assert [row["name"] for row in found["rows"]] == ["plain", *tune_image.EXACT] and found["n_checked"] == 1
+    assert [row["name"] for row in found["rows"]] == ["plain", *command.EXACT] and found["n_checked"] == 1
     best = max(found["rows"][1:], key=lambda row: row["measured_speedup"])
     pays = best["measured_speedup"] >= command.PAYS
     chosen = "/".join(found["choice"][part] for part in ("drafter", "acceptance"))  # of any order, "raster" is a third
-    assert found["pays"] == pays and chosen == (best["name"] if pays else tune_image.PLAIN)
+    assert found["pays"] == pays and chosen == (best["name"] if pays else command.PLAIN_IMAGE)
     assert found["predicted_speedup"] == (best["over_plain"] if pays else 1.0)
     assert ("plain decoding is the fastest" not in capsys.readouterr().out) == pays
     file.write_text(file.read_text().replace(json.dumps(found["choice"]["drafter"]), '"jacobi:window=3"'))

@@ -52,11 +52,7 @@ class ClipScorer:
 
 
 def from_folder(
-    folder: str | Path,
-    captions: Mapping[str, str],
-    scorer: ClipScorer,
-    results: str | Path,
-    batch_size: int = 32,
+    folder: str | Path, captions: Mapping[str, str], scorer: ClipScorer, results: str | Path, batch_size: int = 32
 ) -> dict:
     """Return the mean score of a folder's images with captions by file name. Broken or unpaired files are problems.
     Cosines are appended to the JSONL file `results`. Pairs in it with unchanged bytes are not scored again.

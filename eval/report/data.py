@@ -1,13 +1,14 @@
 """Result files of the benches for the report. A field that is missing or not a number is shown as not measured."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from visspec.eval.metrics.intervals import wilson
-from visspec.eval.report.records import RecordImage
 
 Interval = tuple[float, float] | None
 
@@ -25,6 +26,30 @@ GUARANTEES = {  # kind -> (mark, words)
     "approximate": ("▲", "approximate"),
     "unknown": ("○", "no guarantee stated"),
 }
+
+
+@dataclass(frozen=True)
+class RecordImage:
+    """An image of a method in the JSON of `visspec bench image`: a path inside the folder of the record, or a small PNG
+    in base64. `verdict` is {"correct", "reason"}. `acceptance` is (rows, columns) by token: 1 if the drafted token was
+    accepted, 0 if it was replaced, None if nothing was drafted.
+    """
+
+    prompt: object = ""
+    seed: object = ""
+    path: str | None = None
+    png: str | None = None
+    verdict: Mapping[str, Any] | None = None
+    acceptance: list[list[float | None]] | None = None
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> RecordImage:
+        """Create an entry from a JSON object, ignoring other fields."""
+        return cls(**{f.name: entry[f.name] for f in fields(cls) if entry.get(f.name) is not None})
+
+    def entry(self) -> dict[str, Any]:
+        """Return the JSON object, without empty fields."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageColor
 
+from visspec.eval.report.data import RecordImage
 from visspec.eval.report.figures import blocks, rgb
-from visspec.eval.report.records import RecordImage
 from visspec.io.images import open_image, read_image
 
 SIDE = 128  # longest side of a thumbnail, pixels

@@ -15,9 +15,8 @@ from PIL import Image
 from visspec.eval.bench.paired import in_words, suspicion
 from visspec.eval.report import figures
 from visspec.eval.report import images as pictures
-from visspec.eval.report.data import GUARANTEES, Method, interval, methods_of, number, read, rows_of
+from visspec.eval.report.data import GUARANTEES, Method, RecordImage, interval, methods_of, number, read, rows_of
 from visspec.eval.report.figures import Bar, Point
-from visspec.eval.report.records import RecordImage
 from visspec.eval.report.rendering import write_page
 from visspec.loop.stats import COLOURS
 

@@ -27,7 +27,7 @@ from transformers import GenerationConfig
 
 from visspec.distributions import Maps
 from visspec.io.checkpoint import check_choice
-from visspec.loop.output import ScaleBuffer
+from visspec.loop.decode import ScaleBuffer
 from visspec.models.folders import OwnImageModel, unpack
 from visspec.models.image_codes.target import Family, ImageLayout
 from visspec.models.scales.blocks import NextScale

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from tests import tiny_clip
-from visspec.eval.metrics import fid, kid, paired_kid
+from visspec.eval.metrics import fid, kid
 from visspec.eval.metrics.features import (
     FeatureTable,
     Inception,
@@ -232,18 +232,18 @@ def test_paired_kid_is_the_mean_over_other_pairs():
         k(first[i], first[j]) + k(second[i], second[j]) - k(first[i], second[j]) - k(second[i], first[j])
         for i, j in itertools.permutations(range(5), 2)
     ]
-    assert paired_kid.from_features(first, second).value == pytest.approx(sum(of_two) / 20)
-    assert paired_kid.from_features(first, first) == (0.0, 0.0)
+    assert kid.paired(first, second).value == pytest.approx(sum(of_two) / 20)
+    assert kid.paired(first, first) == (0.0, 0.0)
 
 
 def test_paired_floor_is_passed_by_chance_in_one_of_twenty():
-    found = [paired_kid.from_features(*pairs(24, seed=s)) for s in range(400)]
+    found = [kid.paired(*pairs(24, seed=s)) for s in range(400)]
     assert 0.02 <= sum(one.value > one.floor for one in found) / 400 <= 0.08
 
 
 def test_pairs_show_what_a_distance_of_sets_does_not():
     first, second = pairs(48, 0.2)
-    found = paired_kid.from_features(first, second)
+    found = kid.paired(first, second)
     assert found.value > 2 * found.floor
     noise = [fid.from_features(pairs(48, seed=s)[0], pairs(48, seed=s + 50)[0]) for s in range(20)]
     assert fid.from_features(first, second) < min(noise)

@@ -40,7 +40,7 @@ ARMS = [
 def inputs_of(model, tokenizer, count):
     prompts = bench_text.read_prompts(None) + bench_text.read_prompts(None, "train")
     step = max(len(prompts) // count, 1)
-    return [prepare(tokenizer, [[]], prompt.text, model) for prompt in prompts[::step][:count]]
+    return [prepare(tokenizer, [[]], prompt.prompt, model) for prompt in prompts[::step][:count]]
 
 
 def captioner(name, count):

@@ -9,7 +9,6 @@ All arms decode the same held-out prompts, prompt by prompt in alternating order
 import argparse
 import copy
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
 
 import economize
@@ -53,10 +52,9 @@ def main():
     torch.set_num_threads(asked.threads)
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
     model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=asked.dtype).eval()
-    by_kind = attrgetter("kind")
-    prompts = in_turns(bench_text.read_prompts(None), by_kind)[: asked.count]
-    warm = in_turns(bench_text.read_prompts(None, "train"), by_kind)[:5]
-    inputs = [(i, prepare(tokenizer, [[]], prompt.text, model)) for i, prompt in enumerate([*prompts, *warm])]
+    prompts = in_turns(bench_text.read_prompts(None))[: asked.count]
+    warm = in_turns(bench_text.read_prompts(None, "train"))[:5]
+    inputs = [(i, prepare(tokenizer, [[]], prompt.prompt, model)) for i, prompt in enumerate([*prompts, *warm])]
     base = {"max_new_tokens": asked.new, "do_sample": False}
     arms = {"generate": StockCaptionArm(model, base, 0)}
     for tokens in (3, 10):
@@ -73,7 +71,7 @@ def main():
         same = f"{ratio['identical']}/{ratio['compared']}"
         kinds = {}
         for prompt, one in zip(prompts, ratio["ratios"]):
-            kinds.setdefault(prompt.kind, []).append(one)
+            kinds.setdefault(prompt.category, []).append(one)
         of_kinds = ", ".join(f"{kind} {paired.geometric_mean(some):.2f}" for kind, some in kinds.items())
         print(f"{name}: {ratio['speedup']:.2f} [{low:.2f}, {high:.2f}], identical {same}{tau}; {of_kinds}")
 

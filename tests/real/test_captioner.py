@@ -92,7 +92,7 @@ def test_answers_without_a_picture(loaded):
     (model, processor), losses, same = loaded, [], 0
     language = tf.AutoModelForCausalLM.from_pretrained(LANGUAGE, dtype=torch.float32).eval()
     for prompt in read_prompts(None)[::4]:
-        inputs = prepare(processor, [[]], prompt.text, model)
+        inputs = prepare(processor, [[]], prompt.prompt, model)
         own = language.generate(**inputs, max_new_tokens=32, do_sample=False)
         labels = own.clone()
         labels[:, : inputs["input_ids"].shape[1]] = -100

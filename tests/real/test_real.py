@@ -29,7 +29,7 @@ def loaded(request):
 def prompts(count):
     """Prompts of different kinds."""
     found = bench_text.read_prompts(None)
-    return [prompt.text for prompt in found[:: max(len(found) // count, 1)]][:count]
+    return [prompt.prompt for prompt in found[:: max(len(found) // count, 1)]][:count]
 
 
 def encode(tokenizer, texts):

@@ -81,9 +81,8 @@ def convert(
                 processor.save_pretrained(made)
             if drafter is not None:
                 convert_drafter(Path(drafter), made / DRAFTER)
-                registry.from_folder(
-                    made / DRAFTER, model, {}, family_of(model, processor)
-                )  # fails for a drafter of another model
+                # fails for a drafter of another model
+                registry.from_folder(made / DRAFTER, model, {}, family_of(model, processor))
         if target.exists():
             target.rmdir()
         made.rename(target)

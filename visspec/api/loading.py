@@ -26,10 +26,7 @@ SPREAD = {  # transformers' plans for several devices
     "balanced": {"device_map": "balanced"},
     "tp": {"tp_plan": "auto"},
 }
-KINDS = (
-    transformers.AutoModelForImageTextToText,
-    transformers.AutoModelForCausalLM,
-)  # classes of models that generate text
+KINDS = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM  # classes that generate text
 INSTEAD = {  # by `model_type` of the authors' form: the model in transformers' form
     "multi_modality": "deepseek-community/Janus-Pro-1B",
     "Emu3": "BAAI/Emu3-Gen-hf",
@@ -90,7 +87,10 @@ def load_image_model(
     if family is not None and (read := family.load().load) is not None:
         device, folder = resolve_device(device), hub.resolve_folder(registry.included_folder(where))
         usual = torch.float32 if device == "cpu" else getattr(torch, config.get("dtype") or "float32")
-        return _load_own(read(folder, torch_dtype(dtype, usual)), folder, device)
+        model = read(folder, torch_dtype(dtype, usual)).to(device).eval()
+        logger.info("%s: loaded %s, %s, to %s", folder, type(model).__name__, model.dtype, device)
+        with quiet():  # suppresses the warning about the unknown model type
+            return model, None if model.class_conditional else _own_processor(model, folder)
     named = config.get("architectures") or [""]
     kind = getattr(transformers, named[0], None) or transformers.AutoModelForMultimodalLM
     return _load(where, kind, device, dtype, trust_remote_code)
@@ -159,11 +159,6 @@ def load_saved(where: str, *, device: str = "auto", dtype: str | torch.dtype = "
     return _load(where, kind, device, dtype, trust_remote_code, worded)
 
 
-def _auto_class(config: Any) -> Any:
-    remote = getattr(config, "auto_map", None) or {}
-    return next((kind for kind in KINDS if type(config) in kind._model_mapping or kind.__name__ in remote), KINDS[0])
-
-
 def _kind(spec: str, trust_remote_code: bool) -> Any:
     where, local = located(spec)
     try:
@@ -175,7 +170,8 @@ def _kind(spec: str, trust_remote_code: bool) -> Any:
             )
     except Exception:
         return KINDS[0]  # loading it reports the reason
-    return _auto_class(config)
+    remote = getattr(config, "auto_map", None) or {}
+    return next((kind for kind in KINDS if type(config) in kind._model_mapping or kind.__name__ in remote), KINDS[0])
 
 
 def located(spec: str) -> tuple[str, bool]:
@@ -188,15 +184,6 @@ def located(spec: str) -> tuple[str, bool]:
 def torch_dtype(dtype: str | torch.dtype, usual: torch.dtype) -> torch.dtype:
     """Return the dtype of a name; `usual` for "auto"."""
     return usual if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-
-
-def _load_own(model: Any, folder: Path, device: str) -> tuple[Any, Any]:
-    model, processor = model.to(device).eval(), None
-    if not model.class_conditional:
-        with quiet():  # suppresses the warning about the unknown model type
-            processor = _own_processor(model, folder)
-    logger.info("%s: loaded %s, %s, to %s", folder, type(model).__name__, model.dtype, device)
-    return model, processor
 
 
 def _own_processor(model: Any, folder: Path) -> Any:
@@ -220,10 +207,12 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
         checkpoint.check_folder(where)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local}
     spread: dict[str, Any] = SPREAD.get(device, {})
-    if spread:
-        _check_spread(device)
-    else:
+    if not spread:
         device = resolve_device(device)
+    elif device == "tp" and int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        raise ValueError("device: got 'tp' in one process, expected several (torchrun --nproc-per-node 2 ...).")
+    else:
+        need("accelerate", f"device {device}", "train")
     on_cpu = device == "cpu" or (bool(spread) and not torch.cuda.is_available())
     precision = torch.float32 if on_cpu and dtype == "auto" else dtype
     model = load_exactly(kind, "model", where, dtype=precision, **options, **spread)
@@ -239,13 +228,6 @@ def resolve_device(device: str) -> str:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device: got {device!r}, which this torch can't use ({checkpoint.first_line(error)})."
-        ) from None
+        why = checkpoint.first_line(error)
+        raise ValueError(f"device: got {device!r}, which this torch can't use ({why}).") from None
     return device
-
-
-def _check_spread(device: str) -> None:
-    if device == "tp" and int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        raise ValueError("device: got 'tp' in one process, expected several (torchrun --nproc-per-node 2 ...).")
-    need("accelerate", f"device {device}", "train")

@@ -6,18 +6,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, ProcessorMixin
 
+from visspec.api.captions import prepare
 from visspec.api.sources import Record, RecordStream
 from visspec.api.text.accelerate import Accelerated, default_drafter
 from visspec.cli.arguments import JsonOption
 from visspec.eval.bench.clock import seconds_of, waiter
-from visspec.eval.bench.paired import ArmRun, in_words, turns
+from visspec.eval.bench.paired import ArmRun, compare, in_words, tau, turns
 from visspec.io import included
 from visspec.io.files import write_json
 from visspec.io.images import MAX_PIXELS, open_image, read_image
@@ -25,7 +26,6 @@ from visspec.io.options import Positive, option
 from visspec.io.provenance import provenance
 from visspec.loop.setup import DecodingSetup
 
-Item = TypeVar("Item")
 PARTS = 3  # number of parts of a stream's inputs; the ratio is their median
 PART_GROUPS = 3  # groups per part, so that rows enter while others run
 Cell = str | Callable[[Mapping[str, Any]], str]  # a column: a format of a row's fields, "{tau:.2f}", or a function
@@ -120,18 +120,35 @@ def trim_rows(new: torch.Tensor, config) -> list[list[int]]:
     return [row[: stop + 1] for row, stop in zip(new.tolist(), stops)]
 
 
-def in_turns(items: Iterable[Item], category: Callable[[Item], str]) -> list[Item]:
-    """Return the items with categories alternating, so that the first ones cover all categories."""
-    found: dict[str, list[Item]] = {}
-    for item in items:
-        found.setdefault(category(item), []).append(item)
-    turns = [(place, item) for group in found.values() for place, item in enumerate(group)]
-    return [item for _, item in sorted(turns, key=lambda turn: turn[0])]
+def by_category(records: Iterable[Any]) -> dict[str, list[int]]:
+    """Return the numbers of the records of each category."""
+    found: dict[str, list[int]] = {}
+    for number, record in enumerate(records):
+        found.setdefault(record.category, []).append(number)
+    return found
+
+
+def in_turns(records: Iterable[Record]) -> list[Record]:
+    """Return the records with categories alternating, so that the first ones cover all categories."""
+    records = list(records)
+    turns = [(place, number) for numbers in by_category(records).values() for place, number in enumerate(numbers)]
+    return [records[number] for _, number in sorted(turns, key=lambda turn: turn[0])]
+
+
+def against(
+    runs: Mapping[str, list[ArmRun]], slow: str, fast: str, per_token: bool, numbers: Sequence[int] | None = None
+) -> dict[str, Any]:
+    """Return the speed-up of an arm over another, and its tau, on all prompts or those with these numbers."""
+    stock, found = ([run for run in runs[arm] if numbers is None or run.prompt in numbers] for arm in (slow, fast))
+    ratio = compare(stock, found, per_token)
+    keys = ("speedup", "speedup_ci95", "speedup_decode_only", "identical", "compared")
+    own = {"tau": tau(found)["tau"]} if any(run.rounds for run in found) else {}
+    return {key: ratio[key] for key in keys} | own
 
 
 def readable(records: RecordStream) -> Iterator[tuple[Any, Record]]:
     """Yield images of records, alternating between categories. Unreadable ones are reported and skipped."""
-    for record in records if records.total is None else in_turns(records, lambda one: one.category):
+    for record in records if records.total is None else in_turns(records):
         try:
             if record.error is not None:
                 raise ValueError(record.error)
@@ -185,6 +202,14 @@ def stream_in_words(record: Mapping[str, Any], items: str) -> str | None:
 def groups_of(items: Sequence[Any], size: int) -> list[Any]:
     """Return the items in groups of this size; the last one may be smaller."""
     return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def in_groups(
+    processor: Any, images: Sequence[Any], asked: Sequence[str], size: int, model: Any, first: int = 0
+) -> list[tuple[int, dict[str, Any]]]:
+    """Return a model's inputs, with numbers, for groups of `size` images, or lists of them, and requests."""
+    groups = zip(groups_of(images, size), groups_of(asked, size))
+    return [(first + i, prepare(processor, *group, model)) for i, group in enumerate(groups)]
 
 
 def cell(form: Cell, row: Mapping[str, Any]) -> str:

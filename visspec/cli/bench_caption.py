@@ -14,11 +14,11 @@ from PIL import Image
 from rich.table import Table
 
 from visspec.api import loading, sources
-from visspec.api.captions import PROMPT, default_prompt, prepare
+from visspec.api.captions import PROMPT, default_prompt
 from visspec.api.text.accelerate import accelerate
 from visspec.cli import bench, bench_data
 from visspec.cli.arguments import SamplingOptions, TargetOptions
-from visspec.cli.bench import CaptionArm, Cell, ScenesOptions, StockCaptionArm, groups_of, measured_on, readable, table
+from visspec.cli.bench import CaptionArm, Cell, ScenesOptions, StockCaptionArm, groups_of, table
 from visspec.cli.bench_data import Prompt
 from visspec.eval.bench import paired as speed
 from visspec.eval.report.images import small_png
@@ -71,7 +71,7 @@ def run(arguments: Options) -> None:
     if data is not None:
         images = [[*map(open_image, prompt.images)] for prompt in data]
     elif records is not None:
-        items = list(islice(readable(records), most))
+        items = list(islice(bench.readable(records), most))
         images = [image for image, _ in items]
         request = arguments.prompt or default_prompt(arguments.model or included.text_model())
         data = [Prompt(record.category, record.prompt or request, []) for _, record in items[: arguments.count]]
@@ -110,13 +110,10 @@ def bench_caption(
     request = arguments.prompt or (default_prompt(arguments.model) if arguments.model else PROMPT)
     asked = [request] * len(images) if data is None else [prompt.text for prompt in data]
     size, seed, base = arguments.batch_size, arguments.seed, arguments.generation
-    groups = groups_of(images, size)
-    prompts = [(i, prepare(processor, *pair, model)) for i, pair in enumerate(zip(groups, groups_of(asked, size)))]
+    prompts = bench.in_groups(processor, images, asked, size, model)
     grey = [Image.new("RGB", (256, 256), (shade, shade, shade)) for shade in range(64, 256, 64)]
-    warm = [
-        (len(prompts) + i, prepare(processor, some, [request] * len(some), model))
-        for i, some in enumerate(groups_of(warmup or size * grey, size))
-    ]
+    warmup = warmup or size * grey
+    warm = bench.in_groups(processor, warmup, [request] * len(warmup), size, model, len(prompts))
     rule, compiled = arguments.acceptance, arguments.compile
     ours = {str(one): accelerate(model, one, acceptance=rule, compile=compiled) for one in drafters}
     names = dict(zip(ours, ["ours", *(f"ours, {spec}" for spec in list(ours)[1:])]))
@@ -130,19 +127,26 @@ def bench_caption(
             row["speedup_over_compiled"] = row["baselines"]["transformers_compiled"]["ours_is_faster_by"]
             row |= bench.compilations(fast.setup)
         if data is not None and size == 1 and any(prompt.category for prompt in data):
-            row["categories"] = categories(runs, data, arguments.temperature > 0, names[spec])
+            found = {
+                name: bench.against(runs, "transformers_generate", names[spec], arguments.temperature > 0, numbers)
+                for name, numbers in bench.by_category(data).items()
+            }
+            row["categories"] = {name: figures for name, figures in found.items() if figures["compared"]}
         rows.append(row)
     record = rows[0] | ({"rows": rows} if len(rows) > 1 else {})
     record |= bench.choice_of(ours["auto"]) if "auto" in ours else {}
-    record |= {"texts": texts(runs["ours"], processor.tokenizer), "thumbnails": thumbnails(runs["ours"], groups)}
+    record |= {
+        "texts": texts(runs["ours"], processor.tokenizer),
+        "thumbnails": thumbnails(runs["ours"], groups_of(images, size)),
+    }
     if data is not None and "categories" in record:
         record["turns_left_out"] = sum(prompt.later for prompt in data)
     if arguments.stream:
         fast = accelerate(model, drafters[0], acceptance=rule, compile=compiled)
-        single = [prepare(processor, [i], [t], model) for i, t in zip(images, asked)]
+        single = [each for _, each in bench.in_groups(processor, images, asked, 1, model)]
         record |= bench.throughput(fast, groups_of(single, size), prompts, warm, base)
     settings = {name: getattr(arguments, name) for name in SETTINGS}
-    return record | measured_on(model, seed=seed) | {"n_prompts": len(images)} | settings
+    return record | bench.measured_on(model, seed=seed) | {"n_prompts": len(images)} | settings
 
 
 def stock_arms(model, warm: Sequence, arguments: Options, assistant) -> dict[str, Any]:
@@ -162,23 +166,6 @@ def stock_arms(model, warm: Sequence, arguments: Options, assistant) -> dict[str
             assisted = [base | {"assistant_model": assistant, "num_assistant_tokens": n} for n in ASSISTANT_LENGTHS]
             arms["transformers_assisted"] = speed.fastest([StockCaptionArm(model, o, seed) for o in assisted], warm)
     return arms
-
-
-def categories(
-    runs: dict[str, list[speed.ArmRun]], data: Sequence[Prompt], sampled: bool, name: str = "ours"
-) -> dict[str, dict[str, Any]]:
-    """Return speed-up over transformers' generate and tau of every category of prompts."""
-    found: dict[str, dict[str, Any]] = {}
-    for category in dict.fromkeys(prompt.category for prompt in data):
-        stock, ours = (
-            [run for run in runs[arm] if data[run.prompt].category == category]
-            for arm in ("transformers_generate", name)
-        )
-        if ours:
-            ratio = speed.compare(stock, ours, per_token=sampled)
-            found[category] = {key: ratio[key] for key in ("speedup", "speedup_ci95", "identical", "compared")}
-            found[category] |= {"tau": speed.tau(ours)["tau"]}
-    return found
 
 
 def summarise(

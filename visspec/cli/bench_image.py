@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from rich.markup import escape
+from rich.table import Table
 from transformers import PreTrainedModel
 
 from visspec import registry
@@ -19,7 +21,7 @@ from visspec.api import sources
 from visspec.api.images.pipeline import ImageOutput, ImagePipeline
 from visspec.api.loading import resolve_device
 from visspec.cli.arguments import DrawingOptions
-from visspec.cli.bench import ScenesOptions, compilations, groups_of, measured_on, row_seeds
+from visspec.cli.bench import Cell, ScenesOptions, cell, compilations, groups_of, measured_on, row_seeds, table
 from visspec.cli.bench_image_quality import (
     Judges,
     acceptance_map,
@@ -32,9 +34,9 @@ from visspec.cli.bench_image_quality import (
     plain_setup,
     spread,
 )
-from visspec.cli.bench_image_table import view
 from visspec.eval.bench import paired as speed
 from visspec.io.options import Count, Positive, option
+from visspec.loop.stats import drift_text
 from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
 from visspec.models.runner.compiled import stepwise
@@ -75,9 +77,7 @@ def run(arguments: Options) -> None:
     named = arguments.method or registry.presets(draws)
     others = other_targets(pipe, named)
     methods = dict(parse_method(m, draws, pipe.model) for m in named if m not in others)
-    if not arguments.method:
-        methods = fitting(pipe, methods)
-    check_methods(pipe, methods)
+    methods = fitting(pipe, methods, needed=bool(arguments.method))
     photos, quality = arguments.reference, arguments.quality
     quality = (0 if photos is None else arguments.count) if quality is None else quality
     if photos is not None and arguments.prompts is None:
@@ -121,32 +121,25 @@ def parse_method(method: str, draws: str, model: PreTrainedModel | None = None) 
     return name, pair
 
 
-def fitting(pipe: ImagePipeline, methods: dict[str, str]) -> dict[str, str]:
-    """Return the presets that fit this model, and report why others don't."""
+def fitting(pipe: ImagePipeline, methods: dict[str, str], needed: bool = False) -> dict[str, str]:
+    """Return the methods that fit this model, and report why others don't. If they are `needed`, raise ValueError."""
     selection = {}
     for name, method in methods.items():
         try:
             pipe.setup(**as_arguments(method))
         except ValueError as error:
+            if needed:
+                raise ValueError(f"--method {name}: {error}") from None
             print(f"left out: {name} ({error})")
         else:
             selection[name] = method
     return selection
 
 
-def check_methods(pipe: ImagePipeline, methods: Mapping[str, str]) -> None:
-    """Raise ValueError, with the method's name, for a method that does not fit the model."""
-    for name, method in methods.items():
-        try:
-            pipe.setup(**as_arguments(method))
-        except ValueError as error:
-            raise ValueError(f"--method {name}: {error}") from None
-
-
 def other_targets(pipe: ImagePipeline, named: Iterable[str]) -> dict[str, ImagePipeline]:
     """Return pipelines of presets that change the target (a refiner, a cache budget), for plain decoding."""
-    table = registry.presets(pipe.family.draws)
-    return {name: pipe.with_parts(table[name].parts) for name in named if name in table and table[name].parts}
+    known = registry.presets(pipe.family.draws)
+    return {name: pipe.with_parts(known[name].parts) for name in named if name in known and known[name].parts}
 
 
 def taught(family: Family, rows: Sequence[dict]) -> list[str] | None:
@@ -208,7 +201,7 @@ def bench(
     the record is None and the plain loop is the only baseline.
     """
     prompts = list(enumerate(groups_of(list(texts), batch_size)))
-    sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"), None, None)
+    sampling = pipe.sampling(options.get("guidance_scale"), options.get("temperature"))
     ours = {name: ImageArm(pipe, method, options, seed, sampling) for name, method in methods.items()}
     ours = ({} if "plain" in ours else {"plain": ImageArm(pipe, plain_setup(pipe), options, seed, sampling)}) | ours
     for name, other in (others or {}).items():
@@ -273,3 +266,41 @@ def mean_map(maps: Sequence[np.ndarray | None]) -> tuple[list | None, list | Non
     count = (~np.isnan(stack)).sum(axis=0)
     mean = np.nansum(stack, axis=0) / np.maximum(count, 1)
     return numbers(np.where(count > 0, mean, np.nan)), count.tolist()
+
+
+COLUMNS: dict[str, Cell] = {
+    "method": "{name}",
+    "NFE": "{nfe:.1f}",
+    "head calls / token": lambda row: f"{row['head_calls']:.1f}" if row.get("head_calls") else "",
+    "fewer by": "{nfe_reduction:.2f}",
+    "ms / NFE": "{ms_per_nfe:.1f}",
+    "over stock": "{speedup:.2f}",
+    "95 %": "{speedup_ci95[0]:.2f}..{speedup_ci95[1]:.2f}",
+    "GenEval": "{geneval:.3f}",
+    "CLIPScore": "{clipscore:.2f} ({clipscore_se:.2f})",
+    "FD": "{fd:.3f}",
+    "FD of pairs": "{fd_paired:.2g}",
+    "drift / token": lambda row: "" if "stock" in row else drift_text(row["drift_per_token"]),
+    "guarantee": "{guarantee}",
+}
+
+
+def view(record: dict[str, Any]) -> Table:
+    """Return the table of a record, with the columns for which any row has a value."""
+    title = f"{record['n_prompts']} prompts, batch {record['batch_size']}, guidance {record['guidance_scale']}"
+    stock, baselines = record["stock"], record.get("baselines", {})
+    title += f", stock with its {stock['cache']} cache" if stock else ", speed-up over plain decoding"
+    rows: list[dict[str, Any]] = []
+    arms = {"stock": stock, "stock, compiled": baselines.get("transformers_compiled")} if stock else {}
+    for name, arm in arms.items():
+        if arm is not None:
+            seconds, nfe = arm["seconds_per_image"], stock["nfe"]
+            rows.append({"name": name, "stock": True, "nfe": nfe, "ms_per_nfe": 1e3 * seconds / nfe})
+            rows[-1] |= {"speedup": stock["seconds_per_image"] / seconds, "guarantee": "the model's own"}
+    rows += record["rows"]
+    columns = {head: form for head, form in COLUMNS.items() if any(cell(form, row) for row in rows)}
+    floor = max((row.get("fd_paired_floor", 0.0) for row in rows), default=0.0)
+    distance = next((row["fd_name"] for row in rows if "fd_name" in row), "FD")  # only Inception's is called FID
+    columns = {escape(distance) if head == "FD" else head: form for head, form in columns.items()}
+    caption = f"FD of pairs with plain decoding: by chance below {floor:.2g}" if "FD of pairs" in columns else None
+    return table(title, rows, columns, caption, left=["guarantee"], whole=columns)

@@ -22,10 +22,10 @@ from tqdm import tqdm
 from visspec import registry
 from visspec.api.images.pipeline import ORIGINS, ImagePipeline
 from visspec.cli.generate import save
-from visspec.eval.metrics import features, fid, geneval, intervals, named, paired_kid
+from visspec.eval.metrics import features, fid, geneval, intervals, kid, named
 from visspec.eval.metrics.features import FeatureExtractor, FeatureTable, RandomConv
+from visspec.eval.report.data import RecordImage
 from visspec.eval.report.images import small_png
-from visspec.eval.report.records import RecordImage
 from visspec.io import included
 from visspec.io.checkpoint import read_json
 from visspec.io.files import loads, same_settings, write_json
@@ -128,7 +128,7 @@ def judge(
             line["fd_ratio"] = line["fd"] / record["rows"][0]["fd"]  # the first row is plain decoding
             plain = table.features if plain is None else plain
             if plain.shape == table.features.shape and len(plain) > 1:
-                line["fd_paired"], line["fd_paired_floor"] = paired_kid.from_features(table.features, plain)
+                line["fd_paired"], line["fd_paired_floor"] = kid.paired(table.features, plain)
             seen = [(path, replace(one, verdict=verdicts.get(path))) for path, one in drawn[:SHOWN]]
             line["images"] = [record_image(path, picture, home).entry() for path, picture in seen]
 

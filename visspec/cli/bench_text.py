@@ -8,10 +8,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from visspec.api import loading, sources
-from visspec.api.captions import prepare
+from visspec.api.sources import Record
 from visspec.api.text.accelerate import accelerate
 from visspec.cli import bench
 from visspec.cli.arguments import SamplingOptions
@@ -33,13 +33,6 @@ COLUMNS: dict[str, Cell] = {
 }
 
 
-class TextPrompt(NamedTuple):
-    """A user's prompt and its kind."""
-
-    text: str
-    kind: str
-
-
 @dataclass(kw_only=True)
 class Options(BenchOptions, SamplingOptions, HardwareOptions):
     model: str = option("folder or hub id of a text model")
@@ -57,7 +50,7 @@ class Options(BenchOptions, SamplingOptions, HardwareOptions):
 
 def run(arguments: Options) -> None:
     arguments.begin()
-    prompts = in_turns(read_prompts(arguments.prompts), lambda prompt: prompt.kind)[: arguments.count]
+    prompts = in_turns(read_prompts(arguments.prompts))[: arguments.count]
     model, tokenizer = loading.load(arguments.model, **arguments.hardware)
     record = bench_text(model, tokenizer, prompts, arguments, arguments.drafter or ["auto"])
     title = f"{len(prompts)} prompts, {arguments.max_new_tokens} tokens, temperature {arguments.temperature}"
@@ -65,27 +58,23 @@ def run(arguments: Options) -> None:
     arguments.end(record, table(title, record["rows"], COLUMNS, "\n".join(sentences), ["prompts"]))
 
 
-def read_prompts(path: Path | None, split: str = "held-out") -> list[TextPrompt]:
+def read_prompts(path: Path | None, split: str = "held-out") -> list[Record]:
     """Return the prompts of a file, or of a split of the package's. Raises ValueError if a line has none."""
     if path is not None:
-        return [TextPrompt(str(record.prompt), record.category) for record in sources.checked_prompts(path)]
+        return sources.checked_prompts(path)
     rows = map(json.loads, PROMPTS.read_text(encoding="utf-8").splitlines())
-    return [TextPrompt(row["prompt"], row["kind"]) for row in rows if row["split"] == split]
+    return [Record(row["prompt"], prompt=row["prompt"], category=row["kind"]) for row in rows if row["split"] == split]
 
 
 def bench_text(
-    model: Any, tokenizer: Any, prompts: Sequence[TextPrompt], arguments: Options, drafters: Sequence[str]
+    model: Any, tokenizer: Any, prompts: Sequence[Record], arguments: Options, drafters: Sequence[str]
 ) -> dict[str, Any]:
     """Run all arms on all prompts. Returns the JSON object of docs/results.md; only batch 1 has kinds."""
     size, base, seed = arguments.batch_size, arguments.generation, arguments.seed
-    groups = bench.groups_of(prompts, size)
-    others = in_turns(read_prompts(None, "train"), lambda prompt: prompt.kind)[: max(WARMUP, 2 * size)]
-    warmup = bench.groups_of(others, size)
-    inputs = [
-        (i, prepare(tokenizer, [[]] * len(group), [prompt.text for prompt in group], model))
-        for i, group in enumerate([*groups, *warmup])
-    ]
-    inputs, warm = inputs[: len(groups)], inputs[len(groups) :]
+    others = in_turns(read_prompts(None, "train"))[: max(WARMUP, 2 * size)]
+    texts, warmup = ([str(prompt.prompt) for prompt in some] for some in (prompts, others))
+    inputs = bench.in_groups(tokenizer, [[]] * len(texts), texts, size, model)
+    warm = bench.in_groups(tokenizer, [[]] * len(warmup), warmup, size, model, len(inputs))
     static = {"cache_implementation": "static", "disable_compile": True}
     ours = {spec: CaptionArm(accelerate(model, spec), base, seed) for spec in drafters}  # raises before any work
     arms: dict[str, StockCaptionArm | CaptionArm] = {
@@ -98,35 +87,20 @@ def bench_text(
     arms["plain"] = CaptionArm(accelerate(model, None), base, seed)
     arms |= ours
     runs, failures = speed.interleave(arms, inputs, warm, "bench text")
-    kinds = ["all", *(dict.fromkeys(prompt.kind for prompt in prompts if prompt.kind) if size == 1 else ())]
-    rows = [
-        row(name, kind, prompts, runs, per_token=arguments.temperature > 0)
-        for name in arms
-        if name != "generate"
-        for kind in kinds
-    ]
-    for line in rows:
-        if isinstance(arm := arms[line["name"]], CaptionArm):
-            line["guarantee"] = arm.fast.setup.guarantee
+    kinds: dict[str, Any] = {"all": None} | (bench.by_category(prompts) if size == 1 else {})
+    rows: list[dict[str, Any]] = []
+    for name, arm in list(arms.items())[1:]:
+        guarantee = {"guarantee": arm.fast.setup.guarantee} if isinstance(arm, CaptionArm) else {}
+        for kind, numbers in kinds.items():
+            if kind:
+                figures = bench.against(runs, "generate", name, arguments.temperature > 0, numbers)
+                rows.append({"name": name, "kind": kind, "n": figures["compared"]} | figures | guarantee)
     record = {"bench": "text", "rows": rows, "failures": failures, "n_prompts": len(prompts)}
     record |= bench.choice_of(ours["auto"].fast) if "auto" in ours else {}
     if size == 1:
         record["prompt_lookup_num_tokens"] = arms["prompt_lookup"].options["prompt_lookup_num_tokens"]
     if arguments.stream:
-        single = [prepare(tokenizer, [[]], prompt.text, model) for prompt in prompts]
+        single = [each for _, each in bench.in_groups(tokenizer, [[]] * len(texts), texts, 1, model)]
         fast = accelerate(model, drafters[0])
         record |= bench.throughput(fast, bench.groups_of(single, size), inputs, warm, base)
     return record | base | {"batch_size": size, "seed": seed} | measured_on(model, seed=seed)
-
-
-def row(
-    name: str, kind: str, prompts: Sequence[TextPrompt], runs: dict[str, list[speed.ArmRun]], per_token: bool
-) -> dict[str, Any]:
-    """Return the speed-up of an arm over `generate` on the prompts of a kind."""
-    stock, found = (
-        [run for run in runs[arm] if kind == "all" or prompts[run.prompt].kind == kind] for arm in ("generate", name)
-    )
-    ratio = speed.compare(stock, found, per_token)
-    keys = ("speedup", "speedup_ci95", "speedup_decode_only", "identical", "compared")
-    own = {"tau": speed.tau(found)["tau"]} if any(run.rounds for run in found) else {}
-    return {"name": name, "kind": kind, "n": len(found)} | {key: ratio[key] for key in keys} | own

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from visspec.cli.arguments import ModelOptions, RayOptions, SamplingOptions, sampling
 from visspec.io import included
 from visspec.io.options import Count, Positive, number, option
 
-if TYPE_CHECKING:
-    from visspec.api.captions import Caption
-    from visspec.types import ConfiguredModel, Processor
-
 TopK = Annotated[int, number(int, lambda value: value >= 0, "0 (off) or more")]
 TopP = Annotated[float, number(float, lambda value: 0 < value <= 1, "a number in (0, 1]")]
-LOOKS = 4  # maximum number of files to check whether the included model is suitable
 
 
 @dataclass(kw_only=True)
@@ -61,42 +52,6 @@ def model_of(arguments: Options) -> str:
     return arguments.model or included.text_model()
 
 
-def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of captions, which don't depend on processes, so that any process can continue a run."""
-    from visspec import registry
-
-    rule = arguments.acceptance
-    about: dict[str, Any] = {
-        "model": model_of(arguments),
-        "prompt": request,
-        "drafter": arguments.drafter,
-        "acceptance": rule,
-        "sampling": options,
-        "frames": arguments.frames,
-    }
-    if arguments.schema is not None:
-        about["schema"] = read_schema(arguments.schema)
-    if arguments.batch_invariant:
-        about["batch_invariant"] = True
-    if arguments.preset is not None:
-        about["preset"] = arguments.preset
-        rule = registry.preset(arguments.preset, "text").acceptance if rule == "exact" else rule
-    return about | {"guarantee": registry.rule(rule).traits.guarantee}
-
-
-def by_schema(
-    arguments: Options, model: ConfiguredModel, processor: Processor
-) -> tuple[dict[str, Any], Callable[[Caption], Caption]]:
-    """Return generate's arguments for --schema, and a function that checks a caption against it."""
-    if arguments.schema is None:
-        return {}, lambda found: found
-    from visspec.api.schemas import JsonGrammars
-
-    schema = read_schema(arguments.schema)
-    grammars = JsonGrammars(processor.tokenizer, model, "--schema")
-    return grammars.options(schema), partial(grammars.check, schema=schema)
-
-
 def read_schema(path: Path) -> Any:
     """Read the schema in a file. Raises ValueError if it can't be read."""
     try:
@@ -115,14 +70,3 @@ def decode_options(arguments: Options) -> dict[str, Any]:
     usual = 128 if included.is_included(model_of(arguments)) else 256
     options = sampling(arguments.max_new_tokens or usual, arguments.temperature, *cuts)
     return options | ({"seed": arguments.seed} if sampled else {})
-
-
-def warn_of_foreign(arguments: Options) -> None:
-    """Warn if the first files of the sources are not images of the kind for which the included model was made."""
-    from visspec.api import sources
-
-    local = [source for source in arguments.image if source.is_dir() or sources.is_plain(source)]
-    files = (record.image for record in islice(sources.records(local), LOOKS) if record.error is None)
-    check = included.table().foreign if arguments.model is None else ""
-    if check and (why := included.load(check)(files, arguments.max_pixels)) is not None:
-        print(f"visspec: {why}", file=sys.stderr)

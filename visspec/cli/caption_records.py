@@ -5,21 +5,27 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from visspec import registry
 from visspec.api import distributed, sources
 from visspec.api.captions import Caption, Captions, default_prompt, prepare
 from visspec.api.progress import Progress
+from visspec.api.schemas import JsonGrammars
 from visspec.api.sources import Record
-from visspec.cli import caption, generate
+from visspec.cli import caption
 from visspec.cli.arguments import load
 from visspec.eval.report.captions import CaptionSamples, write_page
+from visspec.io import included
 from visspec.io.files import Journal, replacing
 from visspec.io.provenance import provenance
+from visspec.types import ConfiguredModel, Processor
 
+LOOKS = 4  # maximum number of files to check whether the included model is suitable
 COLUMNS = dict.fromkeys(("id", "image", "prompt", "caption"), "string") | {"tokens": "int64", "rounds": "int64"}
 COLUMNS |= {"ended": "string", "drift": "double", "error": "string"}
 
@@ -31,7 +37,7 @@ def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
     records = read()  # raises for a missing source before work starts
     request = arguments.prompt or default_prompt(caption.model_of(arguments))
     pictures, sample = CaptionSamples(), dict[str, Record]()
-    about = caption.settings(arguments, request, options)
+    about = settings(arguments, request, options)
     make = partial(load_captions, arguments, request, options)
     if arguments.ray:
         sources.need("ray", "--ray", distributed.EXTRA)
@@ -39,7 +45,7 @@ def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
     else:
         captions, check = make(arguments.workers)
         about["provenance"] = provenance(captions.fast.model, drafter=captions.fast.name)
-    caption.warn_of_foreign(arguments)
+    warn_of_foreign(arguments)
     with tempfile.TemporaryDirectory(prefix="visspec-") as home:
         out = arguments.out or Path(home, "captions.jsonl")
         lines = out if out.suffix == ".jsonl" else out.with_name(f"{out.name}.jsonl")
@@ -68,6 +74,47 @@ def run_records(arguments: caption.Options, options: dict[str, Any]) -> int:
     if sample:
         print(compare(captions, list(sample.values()), run.rate))
     return code
+
+
+def settings(arguments: caption.Options, request: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of captions, which don't depend on processes, so that any process can continue a run."""
+    rule = arguments.acceptance
+    about: dict[str, Any] = {
+        "model": caption.model_of(arguments),
+        "prompt": request,
+        "drafter": arguments.drafter,
+        "acceptance": rule,
+        "sampling": options,
+        "frames": arguments.frames,
+    }
+    if arguments.schema is not None:
+        about["schema"] = caption.read_schema(arguments.schema)
+    if arguments.batch_invariant:
+        about["batch_invariant"] = True
+    if arguments.preset is not None:
+        about["preset"] = arguments.preset
+        rule = registry.preset(arguments.preset, "text").acceptance if rule == "exact" else rule
+    return about | {"guarantee": registry.rule(rule).traits.guarantee}
+
+
+def by_schema(
+    arguments: caption.Options, model: ConfiguredModel, processor: Processor
+) -> tuple[dict[str, Any], Callable[[Caption], Caption]]:
+    """Return generate's arguments for --schema, and a function that checks a caption against it."""
+    if arguments.schema is None:
+        return {}, lambda found: found
+    schema = caption.read_schema(arguments.schema)
+    grammars = JsonGrammars(processor.tokenizer, model, "--schema")
+    return grammars.options(schema), partial(grammars.check, schema=schema)
+
+
+def warn_of_foreign(arguments: caption.Options) -> None:
+    """Warn if the first files of the sources are not images of the kind for which the included model was made."""
+    local = [source for source in arguments.image if source.is_dir() or sources.is_plain(source)]
+    files = (record.image for record in islice(sources.records(local), LOOKS) if record.error is None)
+    check = included.table().foreign if arguments.model is None else ""
+    if check and (why := included.load(check)(files, arguments.max_pixels)) is not None:
+        print(f"visspec: {why}", file=sys.stderr)
 
 
 def shown(
@@ -110,7 +157,7 @@ def load_captions(
 ) -> tuple[Captions, Callable[[Caption], Caption]]:
     """Load the model, with threads that read ahead, and a function that checks a caption against --schema."""
     fast, processor = load(arguments, needs_pictures=True)
-    constraint, check = caption.by_schema(arguments, fast.model, processor)
+    constraint, check = by_schema(arguments, fast.model, processor)
     reading = {name: getattr(arguments, name) for name in ("slots", "max_pixels", "frames")}
     return Captions(fast, processor, request=request, workers=workers, **reading, **options, **constraint), check
 
@@ -165,7 +212,7 @@ class RecordRun:
         self,
         read: Callable[[], Iterator[Record]],
         make: Callable[[], distributed.Making],
-        arguments: caption.Options | generate.Options,
+        arguments: Any,
         group: int,
     ) -> Iterator[Any]:
         """Yield the results of the processes of --ray, which take `group` records at a time."""

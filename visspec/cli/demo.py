@@ -60,7 +60,7 @@ def run(arguments: Options) -> int:
     if arguments.race:
         from visspec.cli import race
 
-        race.write(arguments.race)
+        race.write(arguments.race, captioner_of("shapes")[0], "painter", PAINTERS["painter"][0])
         return 0
     import torch
     from rich.console import Console

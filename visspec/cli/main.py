@@ -90,9 +90,8 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args=None, namespace=None):
         if not self.command:
             return super().parse_known_args(args, namespace)
-        name = (
-            "eval" if self.command.startswith("eval ") else self.command.replace(" ", "_")
-        )  # one file has several commands
+        # one file has all commands of `eval`
+        name = "eval" if self.command.startswith("eval ") else self.command.replace(" ", "_")
         module = importlib.import_module(f"visspec.cli.{name}")
         several = getattr(module, "OPTIONS", {})
         options = several[self.command] if several else getattr(module, "Options", NoOptions)
@@ -101,9 +100,7 @@ class Parser(argparse.ArgumentParser):
         found, rest = super().parse_known_args(args, namespace)
         if rest:
             near = nearest(rest[0], self._option_string_actions) if rest[0].startswith("-") else ""
-            self.error(
-                f"{self.command}: unknown argument {rest[0]}" + (f", expected one such as {near}" if near else "")
-            )
+            self.error(f"{self.command}: unknown argument {rest[0]}{near and f', expected one such as {near}'}")
         return found, rest
 
     def error(self, message: str):
@@ -112,9 +109,8 @@ class Parser(argparse.ArgumentParser):
         if choice := re.fullmatch(r"(?:argument )?(.+): invalid choice: (.+) \(choose from (.+)\)", message):
             name, got, known = choice[1], *(re.sub("['\"]", "", text) for text in choice.groups()[1:])
             names = known.split(", ")
-            message = (
-                f"{name}: got {got}, expected {known if len(names) <= 8 else f'one such as {nearest(got, names)}'}"
-            )
+            expected = known if len(names) <= 8 else f"one such as {nearest(got, names)}"
+            message = f"{name}: got {got}, expected {expected}"
         self.exit(2, f"visspec: {message.removeprefix('argument ')}\n")
 
 

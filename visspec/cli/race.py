@@ -19,13 +19,13 @@ from visspec.api.captions import PROMPT, prepare
 from visspec.api.grid import MARGIN, font_of
 from visspec.api.images.pipeline import ImagePipeline
 from visspec.api.text.accelerate import accelerate
-from visspec.cli.demo import FIRST, PAINTERS, PRESET, captioner_of
 from visspec.io import included
 from visspec.loop.stats import COLOURS, text_pieces
 
 STEP = 0.05  # seconds per frame
 WAIT = 2.0  # seconds after the slower one has finished
 WIDTH, HEIGHT, SIDE = 920, 330, 256  # pixels of the animation, and the side of a picture
+SCENE, PRESET = 206, "gumbel"  # as in `demo`
 PAPER, INK = "#ffffff", "#1b1b1b"
 
 
@@ -79,7 +79,7 @@ def captions(name: str) -> list[Lane]:
     """Caption a held-out scene with an included captioner, by `generate` and by ours."""
     model, processor = loading.load(name)
     fast = accelerate(model, tokenizer=processor.tokenizer)
-    images = included.scenes("shapes").images(2, first=FIRST)
+    images = included.scenes("shapes").images(2, first=SCENE)
     scene, other = (prepare(processor, [image], PROMPT, model) for image in images)
     prompt, lanes = scene["input_ids"].shape[1], []
     for title in ("transformers", "visspec"):
@@ -107,9 +107,9 @@ def pictures(name: str, prompt: str) -> list[Lane]:
     return lanes
 
 
-def write(file: Path) -> None:
-    """Run both races and write the animation."""
-    races = captions(captioner_of("shapes")[0]), pictures("painter", PAINTERS["painter"][0])
+def write(file: Path, captioner: str, painter: str, prompt: str) -> None:
+    """Run both races with included models and write the animation."""
+    races = captions(captioner), pictures(painter, prompt)
     frames: list[Image.Image] = []
     for lanes in races:
         last = max(lane.seconds[-1] for lane in lanes)

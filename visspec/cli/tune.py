@@ -1,39 +1,49 @@
 """`visspec tune`: chooses drafter, draft length and batch size for a model and images or prompts, by measurement.
 
 Every choice runs on half of the inputs next to plain decoding, which predicts its speed-up. The best few run on the
-other half, which decides between them. `tune_image` handles models that draw.
+other half, which decides between them. For a model that draws, the choice is the fastest exact method, or of one rule;
+it is a fixed one, because adaptive lengths would make samples depend on timing.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
 from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec import presets, registry
 from visspec.api import loading, sources
 from visspec.api.captions import default_prompt, prepare
+from visspec.api.images.pipeline import ImagePipeline
 from visspec.api.text.accelerate import accelerate, default_drafter
 from visspec.cli.arguments import SamplingOptions, TargetOptions
-from visspec.cli.bench import BenchOptions, CaptionArm, groups_of, measured_on, readable, table
+from visspec.cli.bench import BenchOptions, CaptionArm, Cell, groups_of, measured_on, readable, table
+from visspec.cli.bench_image import as_arguments, bench, fitting
 from visspec.cli.bench_text import read_prompts
 from visspec.eval.bench import paired
 from visspec.io.options import Positive, option
-from visspec.types import ConfiguredModel
 
 PAYS = 1.02  # minimum speed-up of a choice with drafts, as in `loop.draft_length`
 FINALISTS = 3  # number of best predictions that are measured on the other inputs
-PLAIN = "none"
+PLAIN, PLAIN_IMAGE = "none", "none/exact"
 TREE = "width=4"  # compared with chains, for drafters that grow trees
-FIGURES = (
-    "predicted_speedup",
-    "predicted_ci95",
-    "measured_speedup",
-    "measured_ci95",
-)  # figures of the choice in the record
+FIGURES = [f"{what}_{figure}" for what in ("predicted", "measured") for figure in ("speedup", "ci95")]  # of the choice
+DRAFTS = [f"image-eagle:{shape}" for shape in ("levels=2", "levels=4", "levels=8", "tree=dynamic", "tree=static")]
+WINDOWS = [f"jacobi:redraw=maximal,window={n}" for n in (8, 16, 24)]
+EXACT = [f"jacobi:window={n}/exact" for n in (4, 8, 16, 24)] + [f"{drafter}/rejection" for drafter in WINDOWS]
+EXACT += [f"{DRAFTS[n]}/{rule}" for n in range(3) for rule in ("exact", "block")]
+EXACT += [f"{DRAFTS[n]}/rejection" for n in (3, 4)] + ["distilled/exact"]
+PREDICTED: dict[str, Cell] = {
+    "predicted": "{predicted_speedup:.2f}",
+    "95 %": "{predicted_ci95[0]:.2f}..{predicted_ci95[1]:.2f}",
+}
+COLUMNS: dict[str, Cell] = {"drafter": "{drafter}", "d": "{levels}", "rows": "{batch_size}", "tau": "{tau:.2f}"}
+COLUMNS |= PREDICTED | {"img/s": "{predicted_images_per_second:.2f}", "measured": "{measured_speedup:.2f}"}
+IMAGE_COLUMNS: dict[str, Cell] = {"way": "{name}", "passes over plain": "{nfe_reduction:.2f}", **PREDICTED}
+IMAGE_COLUMNS |= {"measured": "{measured_speedup:.2f}", "drift": "{drift_per_token:.3f}"}
 
 
 @dataclass(kw_only=True)
@@ -50,25 +60,32 @@ class Options(BenchOptions, SamplingOptions, TargetOptions):
     prompt: str | None = option("question about each image", None)
     out: Path | None = option("file for the choice, for accelerate(model, preset=FILE)", None, writes="file")
 
-    def keep(self, model: ConfiguredModel, record: dict[str, Any], view: Table) -> None:
-        """Print a record with a sentence on the choice, and write both."""
-        self.end(record, view)
-        print(verdict(record))
-        if self.out is not None:
-            about = {"measured_speedup": record["measured_speedup"], "provenance": record["provenance"]}
-            presets.write_preset(self.out, model, record["choice"], **about)
-
 
 def run(arguments: Options) -> None:
     if arguments.model is None or (arguments.images is None) == (arguments.prompts is None):
         raise ValueError("tune: Pass --model, and --images (for captions) or --prompts (for text or pictures).")
     arguments.begin()
-    texts = arguments.prompts is not None and loading.is_text_model(arguments.model, arguments.trust_remote_code)
-    if arguments.prompts is not None and not texts:
-        from visspec.cli import tune_image
+    if arguments.prompts is None or loading.is_text_model(arguments.model, arguments.trust_remote_code):
+        model, record = tune_captions(arguments)
+        caption = "d: levels of a draft; rows: of a batch; speed-up over plain decoding in batches of the same size"
+        view = partial(table, rows=record["rows"], columns=COLUMNS, caption=caption, whole=[*COLUMNS][1:])
+    else:
+        model, record = tune_images(arguments, arguments.prompts)
+        rows = sorted(record["rows"], key=lambda row: -row["predicted_speedup"])
+        view = partial(table, rows=rows, columns=IMAGE_COLUMNS)
+    arguments.end(record, view(f"{record['n_prompts']} inputs measured, {record['n_checked']} checked"))
+    print(verdict(record))
+    if arguments.out is not None:
+        about = {"measured_speedup": record["measured_speedup"], "provenance": record["provenance"]}
+        presets.write_preset(arguments.out, model, record["choice"], **about)
 
-        tune_image.run(arguments)
-        return
+
+# --- captions and texts -----------------------------------------------------------------------------------------------
+
+
+def tune_captions(arguments: Options) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Tune a model that captions images or answers prompts. Returns it with the record."""
+    texts = arguments.images is None
     records = None if texts else sources.records(arguments.images or ())
     model, processor = loading.load(arguments.model, needs_pictures=not texts, **arguments.hardware)
     own = default_drafter(model)[0]
@@ -77,16 +94,12 @@ def run(arguments: Options) -> None:
     given = (
         ((image, record.prompt) for image, record in readable(records))
         if records
-        else (([], prompt.text) for prompt in read_prompts(arguments.prompts))
+        else (([], prompt.prompt) for prompt in read_prompts(arguments.prompts))
     )
     items = list(islice(given, 2 * arguments.count))  # pairs of an image, or an empty list, and its prompt
     if len(items) < (wanted := 2 * max(arguments.batches)):
         raise ValueError(f"{what}: got {len(items)} that can be read, expected {wanted} or more in {where}.")
-    record = tune(model, processor, items, drafters, arguments)
-    title = f"{record['n_prompts']} {what} measured, {record['n_checked']} checked"
-    caption = "d: levels of a draft; rows: of a batch; speed-up over plain decoding in batches of the same size"
-    whole = [head for head in COLUMNS if head != "drafter"]
-    arguments.keep(model, record, table(title, record["rows"], COLUMNS, caption, whole=whole))
+    return model, tune(model, processor, items, drafters, arguments)
 
 
 def candidates(drafters: Sequence[str], model: PreTrainedModel) -> list[str]:
@@ -158,6 +171,49 @@ def measure(what: str, model: PreTrainedModel, rows: list[dict], inputs: list, w
         row |= {"tau": paired.tau(found)["tau"], "identical": ratio["identical"], "compared": ratio["compared"]}
 
 
+# --- pictures ---------------------------------------------------------------------------------------------------------
+
+
+def tune_images(arguments: Options, file: Path) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Tune a model that draws. Returns it with the record."""
+    pipe = ImagePipeline.from_pretrained(arguments.model, **arguments.hardware)
+    pipe.set_progress_bar_config(disable=True)
+    wanted = 2 * arguments.count
+    texts = sources.texts(file)[:wanted]
+    if len(texts) < wanted:
+        raise ValueError(f"--prompts: got {len(texts)} in {file}, expected {wanted} or more (--count).")
+    return pipe.model, measure_ways(pipe, texts, fitting(pipe, ways(pipe, arguments.acceptance)), arguments.seed)
+
+
+def ways(pipe: ImagePipeline, rule: str) -> dict[str, str]:
+    """Return drafters with an exact or the given rule, as "drafter/rule"; other than raster codes: presets."""
+    draws = pipe.family.draws
+    if draws == "codes":
+        return {way: way for way in (EXACT if rule == "exact" else [f"{one}/{rule}" for one in WINDOWS + DRAFTS])}
+    return {str(preset): str(preset) for preset in registry.presets(draws).values() if not preset.parts}
+
+
+def measure_ways(pipe: ImagePipeline, texts: list[str], found: dict[str, str], seed: int) -> dict[str, Any]:
+    """Return the record: `rows` of all methods on the first half of the prompts, and the choice."""
+    half = len(texts) // 2
+    record = bench(pipe, texts[:half], found, {}, seed)
+    rows = {row["name"]: row for row in record["rows"]}
+    for row in rows.values():
+        row |= {"predicted_speedup": row["over_plain"], "predicted_ci95": row["over_plain_ci95"]}
+    drafting = [row for name, row in rows.items() if name != "plain"]
+    best = [row["name"] for row in sorted(drafting, key=lambda row: -row["over_plain"])][:FINALISTS]
+    for row in bench(pipe, texts[half:], {name: found[name] for name in best}, {}, seed + half)["rows"] if best else ():
+        rows[row["name"]] |= {"measured_speedup": row["over_plain"], "measured_ci95": row["over_plain_ci95"]}
+    chosen: dict[str, Any] = max((rows[name] for name in best), key=lambda row: row["measured_speedup"], default={})
+    pays = chosen.get("measured_speedup", 0.0) >= PAYS
+    ones = {name: [1.0, 1.0] if name.endswith("ci95") else 1.0 for name in FIGURES}
+    choice = chosen if pays else ones | {"guarantee": "exact", **as_arguments(PLAIN_IMAGE)}
+    record |= {"bench": "tune", "pays": pays, "n_checked": len(texts) - half}
+    record["best_predicted"] = max((rows[name]["over_plain"] for name in best), default=1.0)
+    record["choice"] = {name: choice[name] for name in ("drafter", "acceptance", "order")}
+    return record | {name: choice[name] for name in (*FIGURES, "guarantee")}
+
+
 def verdict(record: dict[str, Any]) -> str:
     """Return a sentence on the choice."""
     choice, (low, high) = record["choice"], record["predicted_ci95"]
@@ -170,15 +226,3 @@ def verdict(record: dict[str, Any]) -> str:
         f"choice: {chosen}; predicted {record['predicted_speedup']:.2f} ({low:.2f}..{high:.2f}) times plain decoding,"
         f" measured {record['measured_speedup']:.2f} on {record['n_checked']} others; {record['guarantee']}"
     )
-
-
-COLUMNS = {
-    "drafter": "{drafter}",
-    "d": "{levels}",
-    "rows": "{batch_size}",
-    "tau": "{tau:.2f}",
-    "predicted": "{predicted_speedup:.2f}",
-    "95 %": "{predicted_ci95[0]:.2f}..{predicted_ci95[1]:.2f}",
-    "img/s": "{predicted_images_per_second:.2f}",
-    "measured": "{measured_speedup:.2f}",
-}

@@ -11,10 +11,8 @@ from safetensors.torch import save_file
 from visspec.io.checkpoint import CONFIG, WEIGHTS, read_tensors
 
 SCRIPTS = ("README.md", "provenance.json", "train.py", WEIGHTS)  # files of the parts that are not copied
-IMAGE, UNUSED = (
-    '"<image>"',
-    '"<empty_output>"',
-)  # the image token replaces a special token that the language model never used in training
+# the image token replaces a special token that the language model never used in training
+IMAGE, UNUSED = '"<image>"', '"<empty_output>"'
 
 
 def assemble(parts: Path, base: Path, tower: Path, out: Path) -> Path:

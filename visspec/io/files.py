@@ -82,8 +82,8 @@ def lock(file: BinaryIO, path: Path) -> None:
             raise ValueError(f"{path}: Another run is writing to this place. Choose another one.") from None
 
 
-def same_settings(home: Path, path: Path, about: dict[str, Any]) -> None:
-    """Write a run's settings to `home`, or raise ValueError if an earlier run there had other settings."""
+def same_settings(home: Path, path: str | Path, about: dict[str, Any]) -> None:
+    """Write a run's settings to `home`, or raise ValueError if an earlier run had others. Messages name `path`."""
     if not home.exists():
         write_json(home, about)
         return

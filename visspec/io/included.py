@@ -26,14 +26,8 @@ if TYPE_CHECKING:
 PACKAGE, TABLE = "visspec.toys", "visspec.toys.table"
 FOLDER = Path(next(iter(importlib.import_module("visspec.models.zoo").__path__)))
 PUBLISHED = FOLDER.parents[1] / "real"  # weights downloaded by `make real`
-NOT_ARCHITECTURE = {
-    "dtype",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-    "_name_or_path",
-    "attn_implementation",
-} | {f"{kind}_token_id" for kind in ("pad", "bos", "eos")}
+NOT_ARCHITECTURE = {*"dtype torch_dtype transformers_version use_cache _name_or_path attn_implementation".split()}
+NOT_ARCHITECTURE |= {"pad_token_id", "bos_token_id", "eos_token_id"}
 
 
 @dataclass(frozen=True)
@@ -45,9 +39,8 @@ class IncludedModel:
     what: str
     kind: str = ""
     target: str = ""  # name of the model that it is made for, if included
-    parts: tuple[
-        str, ...
-    ] = ()  # a published language model (`make real`) and an included vision tower of which it is built
+    # a published language model (`make real`) and an included vision tower of which it is built
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,9 +104,7 @@ class Included:
     """The table."""
 
     models: Mapping[str, IncludedModel] = field(default_factory=dict)
-    drafters: Mapping[str, IncludedModel] = field(
-        default_factory=dict
-    )  # those of `models` that can be used as `drafter=`
+    drafters: Mapping[str, IncludedModel] = field(default_factory=dict)  # those of `models` for `drafter=`
     text_model: str = ""  # the default captioner among `models`
     image_model: str = ""  # the default painter among `models`
     worlds: Mapping[str, World] = field(default_factory=dict)  # by name; the first belongs to `text_model`

@@ -8,7 +8,10 @@ request i.
 An update averages the gradients of `accumulate` training batches, one from each of as many streams of prompts, which
 are distributed over the processes. Everything is a function of (seed, step, accumulate). A resumed run therefore ends
 with the weights of an uninterrupted one: bit for bit with the same number of processes, otherwise up to the order of
-sums. Shapes: K steps of a rollout.
+sums.
+
+Shapes: B rows, T elements, N elements of a chunk, K steps of a rollout, V vocabulary, C candidates, d hidden size, X
+numbers of a state of the target.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +35,12 @@ from torch.optim import Optimizer
 
 from visspec.io.checkpoint import read_json
 from visspec.io.files import replacing, write_json
+from visspec.train import losses
+from visspec.train.batches import TrainedDrafter, TrainingBatch
 from visspec.train.capture import capture, split, to
-from visspec.train.losses import Step
 from visspec.train.options import TrainingOptions
 from visspec.train.store import Store
-from visspec.types import Acceptance, Request, Target, TrainedDrafter, TrainingBatch
+from visspec.types import Acceptance, Request, Target
 
 RUN, OPTIMISER, PROGRESS, PROVENANCE = "run", "optimiser.safetensors", "progress.json", "provenance.json"
 DRAFTER = "drafter"  # folder of the drafter's weights in a checkpoint
@@ -45,8 +50,60 @@ PATIENCE = 10  # maximum number of consecutive updates skipped because of non-fi
 FREE = ("save_every", "keep")  # options that a resumed run may change, since they don't affect weights
 
 
+class Step(nn.Module):
+    """The loss of a training batch as a forward pass, so that wrappers for several processes see a single one."""
+
+    def __init__(self, drafter: TrainedDrafter, plan: TrainingOptions):
+        super().__init__()
+        self.head: Any = drafter.head
+        self.plan = plan
+        self._drafter = (drafter,)  # a tuple hides the target's modules, which are not trained
+
+    def forward(self, batch: TrainingBatch, kind: str) -> tuple[Tensor, Tensor]:
+        """Return the loss and the agreement (K,) at each step of the rollout."""
+        (drafter,), plan, ids = self._drafter, self.plan, self._drafter[0].ids
+        with self._autocast(batch):
+            rollout = drafter.rollout(batch, plan.unroll)
+        weights = [step.weight for step in rollout]
+        if ids is not None:  # distributions over these ids, where the target's choice is among them (EAGLE-3)
+            inside_BT = torch.isin(batch.best, ids)
+            weights = [weight * inside_BT for weight in weights]
+        states_NX = batch.states.flatten(0, 1)
+
+        def law(at_N: Tensor) -> Tensor:
+            logits_NV = batch.law(states_NX[at_N])
+            return logits_NV if ids is None else logits_NV[:, ids]
+
+        each = partial(self._each, batch, kind, [plan.decay**k for k in range(len(rollout))])
+        parameters = [p for p in self.head.parameters() if p.requires_grad]
+        return losses.rollout_loss(rollout, weights, law, each, batch.best.shape[1], batch.width, parameters)
+
+    def _autocast(self, batch: TrainingBatch) -> torch.autocast:
+        return torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=self.plan.autocast)
+
+    def _each(self, batch: TrainingBatch, kind: str, decays: list[float], part: losses.Chunk) -> tuple[Tensor, Tensor]:
+        (drafter,), plan, start, count = self._drafter, self.plan, batch.prompt_length, batch.best.shape[1]
+        k, at_N, states_Nd, p_NV = part
+        before_N, after_N = (batch.ids[:, start + i :][:, :count].flatten()[at_N] for i in (0, 1))
+        with self._autocast(batch):
+            q_NV = drafter.trained_logits(states_Nd, before_N)
+        loss_N = losses.of(kind)(q_NV, p_NV)
+        if plan.feature_weight:  # the rollout predicts the target's features after each answer token
+            feature_Nd = batch.features[:, start : start + count, -states_Nd.shape[1] :].flatten(0, 1)[at_N]
+            loss_N = loss_N + plan.feature_weight * losses.distance(states_Nd, feature_Nd)
+        loss_N = loss_N * (decays[k] / sum(decays))
+        if k == 0 and plan.confidence_weight:
+            expected_N = self.head.sequential.expected(states_Nd, before_N)
+            loss_N = loss_N + plan.confidence_weight * losses.confidence(expected_N, q_NV, p_NV)
+        if k == 0 and plan.selector_weight:
+            scores_NC, ids_NC = self.head.sequential.scores(q_NV, states_Nd, before_N, after_N)
+            loss_N = loss_N + plan.selector_weight * losses.soft_ce(scores_NC, p_NV.gather(-1, ids_NC))
+        best_N = p_NV.argmax(dim=-1)
+        return loss_N, q_NV.argmax(dim=-1) == best_N
+
+
 class SingleProcess:
-    """The process of a run. `api.train_processes.Workers` are several, which average gradients."""
+    """The process of a run. `api.training.processes.Workers` are several, which average gradients."""
 
     world = 1
     device = torch.device("cpu")  # the device of this process, if there are several
@@ -86,6 +143,7 @@ class Trainer:
         self.target, self.drafter, self.rule, self.prompts, self.plan = target, drafter, rule, prompts, plan
         self.folder, self.provenance, self.validate = Path(folder), provenance, validate
         self.store: Store | None = None
+        self.recorded: dict[int, TrainingBatch] = {}  # answers to requests of the first group, if they are known
         self.head: nn.Module = drafter.head
         self.workers = workers = workers or SingleProcess()
         module = Step(drafter, plan)
@@ -187,13 +245,15 @@ class Trainer:
             if len(parts) != self.parts:
                 raise ValueError(f"batch: got {plan.batch}, expected the rows of a request of `prompts`.")
             streams.append(parts)
+        self.recorded.clear()  # the rest belongs to other processes
         return streams
 
     def answers(self, number: int) -> TrainingBatch:
         """Return the target's answers to a request, or the data's own, from the store if it has them."""
 
         def record() -> TrainingBatch:
-            return capture(self.target, self.rule, self.prompts(number))
+            known = self.recorded.pop(number, None)
+            return known or capture(self.target, self.rule, self.prompts(number))
 
         return record() if self.store is None else self.store.answers(number, record)
 

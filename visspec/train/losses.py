@@ -1,4 +1,4 @@
-"""Losses between a drafter's distribution q and the target's p, of features, and of a training batch.
+"""Losses between a drafter's distribution q and the target's p, of features, and of a rollout.
 
 `tv` is half of sum |p - q|: one minus the acceptance rate of exact verification with independent samples, and a bound
 for coupled ones. Its gradient is weak while q is far from p, so training starts with `soft_ce`.
@@ -11,17 +11,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from visspec.types import Rollout, TrainedDrafter, TrainingBatch
-
-if TYPE_CHECKING:
-    from visspec.train.options import TrainingOptions  # imports this module
+from visspec.train.batches import Rollout
 
 ELEMENTS = 1 << 24  # maximum number of logits in a chunk: 64 MB in float32
 
@@ -156,55 +152,3 @@ def confidence(expected_N: Tensor, q_logits_NV: Tensor, p_logits_NV: Tensor) -> 
     """Return the cross-entropy (N,) of predicted acceptance rates with 1 - TV(p, q) (DSpark, arXiv 2607.05147)."""
     rate_N = 1 - tv(q_logits_NV.detach(), p_logits_NV)
     return F.binary_cross_entropy_with_logits(expected_N.float(), rate_N.clamp(0, 1), reduction="none")
-
-
-class Step(nn.Module):
-    """The loss of a training batch as a forward pass, so that wrappers for several processes see a single one."""
-
-    def __init__(self, drafter: TrainedDrafter, plan: TrainingOptions):
-        super().__init__()
-        self.head: Any = drafter.head
-        self.plan = plan
-        self._drafter = (drafter,)  # a tuple hides the target's modules, which are not trained
-
-    def forward(self, batch: TrainingBatch, kind: str) -> tuple[Tensor, Tensor]:
-        """Return the loss and the agreement (K,) at each step of the rollout."""
-        (drafter,), plan, ids = self._drafter, self.plan, self._drafter[0].ids
-        with self._autocast(batch):
-            rollout = drafter.rollout(batch, plan.unroll)
-        weights = [step.weight for step in rollout]
-        if ids is not None:  # distributions over these ids, where the target's choice is among them (EAGLE-3)
-            inside_BT = torch.isin(batch.best, ids)
-            weights = [weight * inside_BT for weight in weights]
-        states_NX = batch.states.flatten(0, 1)
-
-        def law(at_N: Tensor) -> Tensor:
-            logits_NV = batch.law(states_NX[at_N])
-            return logits_NV if ids is None else logits_NV[:, ids]
-
-        each = partial(self._each, batch, kind, [plan.decay**k for k in range(len(rollout))])
-        parameters = [p for p in self.head.parameters() if p.requires_grad]
-        return rollout_loss(rollout, weights, law, each, batch.best.shape[1], batch.width, parameters)
-
-    def _autocast(self, batch: TrainingBatch) -> torch.autocast:
-        return torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=self.plan.autocast)
-
-    def _each(self, batch: TrainingBatch, kind: str, decays: list[float], part: Chunk) -> tuple[Tensor, Tensor]:
-        (drafter,), plan, start, count = self._drafter, self.plan, batch.prompt_length, batch.best.shape[1]
-        k, at_N, states_Nd, p_NV = part
-        before_N, after_N = (batch.ids[:, start + i :][:, :count].flatten()[at_N] for i in (0, 1))
-        with self._autocast(batch):
-            q_NV = drafter.trained_logits(states_Nd, before_N)
-        loss_N = of(kind)(q_NV, p_NV)
-        if plan.feature_weight:  # the rollout predicts the target's features after each answer token
-            feature_Nd = batch.features[:, start : start + count, -states_Nd.shape[1] :].flatten(0, 1)[at_N]
-            loss_N = loss_N + plan.feature_weight * distance(states_Nd, feature_Nd)
-        loss_N = loss_N * (decays[k] / sum(decays))
-        if k == 0 and plan.confidence_weight:
-            expected_N = self.head.sequential.expected(states_Nd, before_N)
-            loss_N = loss_N + plan.confidence_weight * confidence(expected_N, q_NV, p_NV)
-        if k == 0 and plan.selector_weight:
-            scores_NC, ids_NC = self.head.sequential.scores(q_NV, states_Nd, before_N, after_N)
-            loss_N = loss_N + plan.selector_weight * soft_ce(scores_NC, p_NV.gather(-1, ids_NC))
-        best_N = p_NV.argmax(dim=-1)
-        return loss_N, q_NV.argmax(dim=-1) == best_N

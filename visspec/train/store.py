@@ -19,10 +19,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from visspec.io.checkpoint import read_json
-from visspec.io.files import replacing, write_json
+from visspec.io.files import replacing, same_settings
+from visspec.train.batches import TrainingBatch
 from visspec.train.capture import identity
-from visspec.types import TrainingBatch
 
 SETTINGS = "store.json"
 NUMBERS = ("prompt_length", "lengths", "width", "reach")  # fields of a batch that are not tensors
@@ -41,18 +40,10 @@ class Store:
         device: torch.device,
     ):
         self.folder, self.device, self._law = Path(folder), device, functools.cache(law)
-        there = {path.name for path in self.folder.glob("[!.]*")}  # hidden files are being written by another process
-        if (self.folder / SETTINGS).is_file():
-            settings_there = read_json(self.folder, SETTINGS)
-            for name, value in json.loads(json.dumps(settings)).items():
-                if settings_there.get(name) != value:
-                    raise ValueError(
-                        f"store: got {name} {value!r}, expected {settings_there.get(name)!r} as in {folder}."
-                    )
-        elif there:
+        there = any(self.folder.glob("[!.]*"))  # hidden files are being written by another process
+        if there and not (self.folder / SETTINGS).is_file():
             raise ValueError(f"store: {folder} has other content. Choose another folder.")
-        else:
-            write_json(self.folder / SETTINGS, settings)
+        same_settings(self.folder / SETTINGS, f"store: {folder}", settings)
 
     def path(self, number: int) -> Path:
         return self.folder / f"answers-{number:08d}.safetensors"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from types import EllipsisType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from visspec.api.text import requests
@@ -21,10 +21,7 @@ from visspec.loop.stats import COLOURS, Stats
 from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
 from visspec.registry import DrafterSpec
-from visspec.types import Acceptance, Order, Processor, Sampling, State, Trace
-
-if TYPE_CHECKING:
-    from visspec.api.images.pipeline import ImagePipeline
+from visspec.types import Acceptance, Order, Processor, Request, Sampling, State, Trace
 
 ORIGINS = tuple(COLOURS)  # plain, drafted, bonus, corrected
 OUTPUT_TYPES = ("pil", "np", "pt", "latent")
@@ -143,7 +140,7 @@ class ImageJob:
 class ProgressCallback:
     """Runs after every round: updates the progress bar, calls the callback, and keeps the state for interruption."""
 
-    pipeline: ImagePipeline
+    pipeline: Any
     job: ImageJob
     bar: tqdm
     state: State | None = None
@@ -222,17 +219,15 @@ def encode_prompts(
     return prompt
 
 
-def sampling_of(given: Mapping[str, Any], model: nn.Module, family: Family) -> Sampling:
-    """Return the sampling parameters of a call, by default the model's. Raises ValueError as `Sampling`."""
-    own = getattr(model, "generation_config", None)
-    usual = {"guidance_scale": family.default_guidance, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
-    values: dict[str, Any] = {}
-    for name, value in given.items():
-        theirs = None if name == "guidance_scale" else getattr(own, name, None)
-        values[name] = next((v for v in (value, theirs) if v is not None), usual[name])
-    sampling = Sampling(guidance=values.pop("guidance_scale"), **values)
-    family.check_sampling(sampling)
-    return sampling
+def request_of(prompt: EncodedPrompt, layout: ImageLayout, sampling: Sampling, seeds: Sequence[int]) -> Request:
+    """Return the request for images of encoded prompts, with a seed for each."""
+    device = prompt.ids.device
+    request = Request(prompt, prompt.ids, layout.positions, sampling, grid=layout.grid)
+    if bool((layout.fixed >= 0).any()):
+        request.fixed = layout.fixed.to(device)
+    if not sampling.greedy:
+        request.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+    return request
 
 
 # --- tensors for callbacks --------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -44,22 +45,8 @@ from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import Family
 from visspec.models.lowres.drafter import LowRes
 from visspec.registry import DrafterSpec
-from visspec.types import Acceptance, DrafterTraits, Order, Processor, Request, Sampling, State, Target
+from visspec.types import Acceptance, DrafterTraits, Order, Processor, Sampling, State, Target
 
-# arguments of the constructor
-PARTS = (
-    "model",
-    "processor",
-    "drafter",
-    "acceptance",
-    "levels",
-    "parts",
-    "order",
-    "compile",
-    "graphs",
-    "debug",
-    "batch_invariant",
-)
 logger = logging.getLogger(__name__)
 
 
@@ -156,7 +143,8 @@ class ImagePipeline:
     @property
     def components(self) -> dict[str, Any]:
         """The constructor's arguments. `ImagePipeline(**pipe.components)` shares the weights."""
-        return {name: getattr(self, name) for name in PARTS}
+        names = signature(ImagePipeline).parameters  # the others have the values of the preset
+        return {name: getattr(self, name) for name in names if name != "preset"}
 
     def with_parts(self, parts: dict[str, Any]) -> ImagePipeline:
         """Return a pipeline with the same weights and these parts in place of its own; itself if there are none."""
@@ -266,18 +254,14 @@ class ImagePipeline:
         Returns:
             The images. After a KeyboardInterrupt the finished ones are in `last_output`.
         """
-        out = self.draw(ImageRequest(prompt, **options))
-        return out if return_dict else (out.images,)
-
-    def draw(self, request: ImageRequest) -> ImageOutput:
-        """Draw the images of a request, as `__call__` does."""
-        out = self.last_output = ImageOutput()
+        request, out = ImageRequest(prompt, **options), ImageOutput()
+        self.last_output = out
         for part in self._parts(request):
             out.extend(part)
         join: dict[str, Callable[..., Any]] = {"np": np.stack, "pt": torch.stack}
         if request.output_type in join and out.images:
             out.images = join[request.output_type](out.images)
-        return out
+        return out if return_dict else (out.images,)
 
     def stream(self, prompt: str | Sequence[str], **options: Any) -> Iterator[ImageOutput]:
         """Like `__call__`, but yield each batch when it is finished."""
@@ -347,10 +331,16 @@ class ImagePipeline:
         """Return whether images are drawn one at a time: where batches may differ, and drafts change what is drawn."""
         return self.batch_invariant and (self.family.draws == "maps" or not rule.traits.keeps_tokens)
 
-    def sampling(self, guidance_scale, temperature, top_k, top_p) -> Sampling:
-        """Return the call's sampling parameters with the model's defaults. Raises ValueError for invalid values."""
-        given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        return image_call.sampling_of(given, self.model, self.family)
+    def sampling(self, guidance_scale=None, temperature=None, top_k=None, top_p=None) -> Sampling:
+        """Return sampling parameters, by default the model's. Raises ValueError for invalid values."""
+        own, usual = getattr(self.model, "generation_config", None), {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        for name, value in given.items():
+            given[name] = next(v for v in (value, getattr(own, name, None), usual[name]) if v is not None)
+        guidance = self.family.default_guidance if guidance_scale is None else guidance_scale
+        sampling = Sampling(guidance=guidance, **given)
+        self.family.check_sampling(sampling)
+        return sampling
 
     def setup(self, drafter, acceptance, order=None) -> DecodingSetup:
         """Return the setup for a drafter, a rule and an order. It is cached, to reuse measured draft lengths."""
@@ -420,19 +410,8 @@ class ImagePipeline:
 
     def _batch(self, job: ImageJob, batch: ImageBatch, bar: tqdm) -> tuple[ImageOutput, BaseException | None]:
         """Return the finished images of a batch, and the exception that ended it early, if any."""
-        prompt, layout, setup = batch.prompt, job.layout, job.setup
-        request = Request(
-            inputs=prompt,
-            prompt=prompt.ids,
-            max_new_tokens=layout.positions,
-            sampling=job.sampling,
-            media={"texts": batch.texts, "negatives": batch.negatives},
-            grid=layout.grid,
-        )
-        if bool((layout.fixed >= 0).any()):
-            request.fixed = layout.fixed.to(self.device)
-        if not job.sampling.greedy:
-            request.generators = [torch.Generator(self.device).manual_seed(s) for s in batch.seeds]
+        setup, request = job.setup, image_call.request_of(batch.prompt, job.layout, job.sampling, batch.seeds)
+        request.media = {"texts": batch.texts, "negatives": batch.negatives}
         request.on_round = watch = ProgressCallback(self, job, bar)
         stop: BaseException | None = None
         try:

@@ -86,9 +86,8 @@ class Service:
 
     def __init__(self, text: TextWorker, pipe: ImagePipeline | None = None, image_model: str | None = None):
         self.text, self.pipe, self.image_model, self.began = text, pipe, image_model, int(time.time())
-        self.unread = asyncio.Semaphore(
-            text.slots
-        )  # limits the chats whose pixels are in memory, waiting for the model
+        # limits the chats whose pixels are in memory, waiting for the model
+        self.unread = asyncio.Semaphore(text.slots)
         self.reader, self.drawing = (ThreadPoolExecutor(1, f"visspec-{name}") for name in ("reader", "drawing"))
 
     async def chat(self, body: ChatBody, request: Request) -> Any:

@@ -53,9 +53,8 @@ class StopTextFilter:
         before = len(self.tokens)
         self.tokens += tokens
         full = self._read(len(self.tokens))
-        if any(
-            stop in full for stop in self.stops
-        ):  # finds the first token that completes one, so that rounds don't matter
+        if any(stop in full for stop in self.stops):
+            # find the first token that completes one, so that rounds don't matter
             numbers = range(before + 1, len(self.tokens) + 1)
             del self.tokens[next(n for n in numbers if any(s in self._read(n) for s in self.stops)) :]
             self.stopped = True

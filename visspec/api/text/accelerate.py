@@ -33,9 +33,8 @@ from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, ConfiguredModel, Drafter, DrafterTraits, Processor, State, Tokenizer
 
 logger = logging.getLogger(__name__)
-OWN = frozenset(
-    {"model", "tokenizer", "last_stats", "last_state", "_options", "_made", "_why"}
-)  # attributes of Accelerated itself
+# attributes of Accelerated itself
+OWN = frozenset({"model", "tokenizer", "last_stats", "last_state", "_options", "_made", "_why"})
 NAMED = "the model's folder names it"  # a reason why "auto" chose a drafter
 BUILDING = threading.RLock()  # only one thread rebuilds the setup of a moved model
 

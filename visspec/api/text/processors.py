@@ -159,9 +159,8 @@ class Copies(RowProcessor):
 
     def __init__(self, processor: Scorer, start: int):
         self.start, self.fresh = start, fork(processor)
-        self.paths: dict[
-            int, list[tuple[int, Any]]
-        ] = {}  # per row: its tokens, and the copy that was called after each
+        # per row: its tokens, and the copy that was called after each
+        self.paths: dict[int, list[tuple[int, Any]]] = {}
 
     def row(self, index: int, ids_L: Tensor, scores_V: Tensor) -> Tensor:
         tokens = [-1, *ids_L[self.start :].tolist()]  # the first call is after the prompt

@@ -36,7 +36,9 @@ from visspec.io.checkpoint import CONFIG, read_json
 from visspec.io.provenance import provenance
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import EagleDrafter
-from visspec.train.capture import AnsweredRequest
+from visspec.presets import Recipe
+from visspec.train.batches import TrainingBatch
+from visspec.train.capture import AnsweredRequest, capture
 from visspec.train.loop import DRAFTER, PROGRESS, RUN, SingleProcess, Trainer, checkpoint
 from visspec.train.options import TrainingOptions
 from visspec.train.store import Store
@@ -183,32 +185,26 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
             settings.
     """
     given = {**options, "target": str(target), "data": str(data), "out": Path(out)}
-    asked, plan = split(given, strange=("prompts", "height", "width"))
+    asked, plan, recipe = begin(given, ("prompts", "height", "width"))
     if asked.steps is not None and asked.epochs is not None:
         raise ValueError(f"epochs: got {asked.epochs} and {asked.steps} steps, expected one of the two.")
-    check_preset(asked.preset, network_of(asked), registry.recipe(asked.preset))
-    options_of(asked, plan)  # rejects bad options before work
-    resume, rows, seed = asked.resume, asked.rows, asked.seed
-    check_out(Path(out), resume, asked.overwrite)
+    rows, seed, most = asked.rows, asked.seed, asked.max_new_tokens
     device, several = device_of(asked)
     read = partial(TrainingData, answers=asked.answers, ignore=asked.ignore, prompt=default_prompt(target))
     count = self_prompts.count_of(asked, several.world > 1 or device == "tp")
     items = None if count else read(data)
-    how: dict[str, Any] = {"device": device, "dtype": asked.dtype, "trust_remote_code": asked.trust_remote_code}
-    model, processor = targets.load(str(target), **how)
+    model, processor = targets.load(str(target), **asked.hardware | {"device": device})
     items = items or read(self_prompts.write(model, processor, asked, count))
     training, validating = items.hold_out(asked.eval_rows, seed)
-    network, recipe = of_preset(asked.preset, model, network_of(asked))
-    plan = {**recipe.plan, **plan}
+    network, _ = of_preset(asked.preset, model, network_of(asked))
     planned = options_of(asked, plan, min(rows, len(training)))
-    resumed = resume and checkpoint(out) is not None
+    resumed = asked.resume and checkpoint(out) is not None
     lessons = lessons_of(out, resumed, planned, several)
     if asked.epochs is not None:
         steps = steps_of(asked.epochs * len(training), planned, lessons)
         planned = options_of(asked, plan, min(rows, len(training)), steps)
     total = requests_of(planned, lessons) if recipe.text_first else 0
-    reader, most = Reader(items, asked.max_bad, asked.max_pixels), asked.max_new_tokens
-    own = asked.answers == "own"
+    reader, own = Reader(items, asked.max_bad, asked.max_pixels), asked.answers == "own"
     prompts = Prompts(model, processor, reader, training, rows, most, seed, own=own, total=total)
     checks = [
         Prompts(model, processor, reader, part, rows, most, seed + 1 + n)
@@ -219,10 +215,13 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     if network.get("fusion") == "cross" and not resumed:
         network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
     drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(recipe.kind), **network)
+    answering = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
+    recorded: dict[int, TrainingBatch] = {}
     if drafter.ids is not None and not resumed:
-        recording = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
         drafter_export.say(f"Counting ids in {GROUP} batches of answers, for the drafter's vocabulary.")
-        drafter.keep(frequent(recording, prompts, drafter.config.draft_vocab, GROUP))
+        recorded = {number: capture(answering, Exact(), prompts(number)) for number in range(GROUP)}
+        vocab = answering.capabilities.vocab
+        drafter.keep(frequent(recorded.values(), vocab, drafter.config.draft_vocab))
     record = provenance(
         model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=asked.preset
     )
@@ -233,13 +232,13 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     def held_out(temperature: float) -> list[Request]:
         return [check(0, temperature) for check in checks]
 
-    answering = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
     validate = partial(taus, model, drafter, held_out)
     trainer = Trainer(answering, drafter, Exact(), prompts, planned, out, record, validate, several)
+    trainer.recorded = recorded
     if asked.store is not None:
         stored = {"layers": [*drafter.traits.feature_layers], "rows": prompts.rows, "text_until": total}
         keep_answers(trainer, asked.store, {**shared, **stored, "seed": seed}, requests_of(planned, lessons))
-    history = train(trainer, resume)
+    history = train(trainer, asked.resume)
     if reader.bad:
         last, count = [*reader.bad.values()][-1], len(reader.bad)
         drafter_export.say(f"{count} items could not be read and were replaced by others, the last of them: {last}")
@@ -249,6 +248,21 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
         chosen = choose(model, trainer.folder, each, held_out)
     drafter_export.finish(trainer, history, len(validating), chosen=chosen)
     return history
+
+
+def begin(
+    given: Mapping[str, Any], strange: Collection[str], needs: str = "text"
+) -> tuple[DrafterTraining, dict[str, Any], Recipe]:
+    """Check the options of a run before any work; `strange` are those that it does not have. Returns them, those of the
+    training, and the preset. Raises ValueError.
+    """
+    asked, plan = split(given, strange)
+    recipe = registry.recipe(asked.preset, needs)
+    check_preset(asked.preset, network_of(asked), recipe)
+    plan = {**recipe.plan, **plan}
+    options_of(asked, plan)  # rejects bad options
+    check_out(asked.out, asked.resume, asked.overwrite)
+    return asked, plan, recipe
 
 
 def device_of(asked: DrafterTraining) -> tuple[str, SingleProcess]:
@@ -325,14 +339,7 @@ def what_is_seen(
     )
 
 
-def fresh_or_resumed(
-    model,
-    out: str | Path,
-    resume: bool,
-    seed: int,
-    kind: type[Any] = EagleDrafter,
-    **options: Any,
-):
+def fresh_or_resumed(model, out: str | Path, resume: bool, seed: int, kind: type[Any] = EagleDrafter, **options: Any):
     """Return the drafter of the run's folder if it is resumed and exists, else a new one of class `kind`."""
     if resume and (saved := checkpoint(out)):
         return kind.from_pretrained(saved / DRAFTER, model)

@@ -48,11 +48,7 @@ def say(text: str) -> None:
 
 
 def finish(
-    trainer: Trainer,
-    history: list[dict],
-    held: int,
-    use: str = USE,
-    chosen: Mapping[str, Any] | None = None,
+    trainer: Trainer, history: list[dict], held: int, use: str = USE, chosen: Mapping[str, Any] | None = None
 ) -> None:
     """Write the drafter's card, README.md, next to its weights. Runs in the first process.
 
@@ -70,16 +66,9 @@ def finish(
     rows = "\n".join(f"| {name} | {value} |" for name, value in (about | figures).items())
     whose = "the data" if settings["answers"] == "own" else "the target"
     preset = f"preset `{record['preset']}`" if record["preset"] else "visspec's own form"
-    known = {
-        "target": record["target"],
-        "use": use.format(target=record["target"], spec=str(folder)),
-        "whose": whose,
-        "preset": preset,
-        "rows": rows,
-        "held": held,
-    }
-    known |= {"visspec": record["visspec"], "git": record["git"] or "unknown", "date": record["date"]}
-    (folder / "README.md").write_text(CARD.format(**known), encoding="utf-8")
+    known = record | {"use": use.format(target=record["target"], spec=str(folder)), "git": record["git"] or "unknown"}
+    card = CARD.format(**known | {"whose": whose, "preset": preset, "rows": rows, "held": held})
+    (folder / "README.md").write_text(card, encoding="utf-8")
     say(f"The drafter is in {folder}. Its README.md explains how to use it (--drafter {folder}).")
 
 

@@ -15,11 +15,12 @@ import torch
 from visspec import registry
 from visspec.accept.exact import Exact
 from visspec.api import sources
+from visspec.api.images.call import encode_prompts, request_of
 from visspec.api.images.pipeline import ImagePipeline
 from visspec.api.training import export as drafter_export
 from visspec.api.training.data import HELD_OUT
 from visspec.api.training.drafter import (
-    check_out,
+    begin,
     device_of,
     fresh_or_resumed,
     keep_answers,
@@ -27,17 +28,14 @@ from visspec.api.training.drafter import (
     network_of,
     options_of,
     requests_of,
-    split,
     train,
 )
-from visspec.api.training.presets import check_preset
 from visspec.api.training.structure import measure
 from visspec.io import included
 from visspec.io.provenance import provenance
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
 from visspec.models.eagle.image_drafter import CaptureTarget
-from visspec.models.image_codes.families import prompt_of
 from visspec.models.image_codes.target import ImageLayout
 from visspec.train.loop import Trainer, checkpoint
 from visspec.types import Request
@@ -56,23 +54,16 @@ class ImagePrompts:
     """
 
     def __init__(self, pipe: ImagePipeline, layout: ImageLayout, texts: list[str], rows: int, seed: int):
-        self.family, self.layout, self.sampling = pipe.family, layout, pipe.sampling(None, None, None, None)
+        self.family, self.layout, self.sampling = pipe.family, layout, pipe.sampling()
         self.texts, self.rows, self.seed = texts, rows, seed
 
     def __call__(self, number: int) -> Request:
         first = number * self.rows
         texts = [self.text(n) for n in range(first, first + self.rows)]
+        seeds = range((self.seed << 40) + first, (self.seed << 40) + first + self.rows)
         with torch.no_grad():
-            prompt = prompt_of(self.family, texts, self.sampling.guidance != 1.0, self.layout)
-        self.family.check(prompt, self.layout, self.sampling.guidance)
-        positions, device = self.layout.positions, prompt.ids.device
-        request = Request(prompt, prompt.ids, positions, self.sampling, grid=self.layout.grid)
-        if bool((self.layout.fixed >= 0).any()):
-            request.fixed = self.layout.fixed.to(device)
-        if not self.sampling.greedy:
-            seeds = range((self.seed << 40) + first, (self.seed << 40) + first + self.rows)
-            request.generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
-        return request
+            prompt = encode_prompts(self.family, texts, None, self.layout, self.sampling.guidance)
+        return request_of(prompt, self.layout, self.sampling, seeds)
 
     def text(self, number: int) -> str:
         epoch, place = divmod(number, len(self.texts))
@@ -86,7 +77,7 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
     Args:
         target: A folder, a hub id, an included model, or a pipeline.
         out: The folder of the drafter.
-        options: As in `train_drafter.run`, with `prompts`, a file with a prompt on each line (default: the prompts of
+        options: As in `drafter.run`, with `prompts`, a file with a prompt on each line (default: the prompts of
             an included model's world), `height` and `width` of the pictures in pixels (default: the model's own), and a
             `preset`, "image-eagle" (default) or "distilled".
 
@@ -96,14 +87,13 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
     Raises:
         ValueError: If the model does not draw code after code, or there are no prompts.
     """
-    asked, plan = split({"eval_rows": EVAL_ROWS, **options, "target": str(target), "out": Path(out)}, TEXT_ONLY)
-    name, prompts, rows, seed = asked.preset or "image-eagle", asked.prompts, asked.rows, asked.seed
-    recipe, network = registry.recipe(name, "codes"), network_of(asked)
-    check_preset(name, network, recipe)
+    given = {"eval_rows": EVAL_ROWS, **options, "target": str(target), "out": Path(out)}
+    given["preset"] = options.get("preset") or "image-eagle"
+    asked, plan, recipe = begin(given, TEXT_ONLY, "codes")
+    name, prompts, rows, seed = asked.preset, asked.prompts, asked.rows, asked.seed
     if prompts is None and target not in included.table().models:
         raise ValueError("prompts: got none. Pass --prompts FILE with a prompt on each line, or --data for text.")
-    planned = options_of(asked, {**recipe.plan, **plan})
-    check_out(Path(out), asked.resume, asked.overwrite)
+    planned = options_of(asked, plan)
     device, several = device_of(asked)
     texts = None if prompts is None else sources.texts(prompts)
     if isinstance(target, ImagePipeline):
@@ -119,7 +109,7 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
     grid = {"rows": layout.grid[0], "columns": layout.positions // layout.grid[0]}
     resumed = asked.resume and checkpoint(out) is not None
     lessons, kind = lessons_of(out, resumed, planned, several), registry.drafter_class(recipe.kind)
-    drafter = fresh_or_resumed(family, out, resumed, seed, kind, **{**recipe.network, **grid, **network})
+    drafter = fresh_or_resumed(family, out, resumed, seed, kind, **{**recipe.network, **grid, **network_of(asked)})
     eval_rows = asked.eval_rows
     digest = f"{len(texts)} prompts, sha256 {hashlib.sha256(chr(10).join(texts).encode()).hexdigest()[:16]}"
     shared = {"target": Path(where).name, "data": digest, "answers": "target", "dtype": str(pipe.model.dtype), **grid}

@@ -9,7 +9,7 @@ from visspec.io.options import Count, HardwareOptions, Positive, Seed, Share, op
 
 @dataclass(kw_only=True)
 class DrafterTraining(HardwareOptions):
-    """Options of `visspec train drafter`, and in Python of `train_drafter.run` and `train_image_drafter.run`."""
+    """Options of `visspec train drafter`, and in Python of `drafter.run` and `image_drafter.run`."""
 
     target: str = option("folder or hub id of the target")
     data: str | None = option(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,20 +10,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from visspec import registry
-from visspec.accept.exact import Exact
 from visspec.models.decoder.target import vocabulary
 from visspec.presets import Recipe
-from visspec.train.capture import capture
-from visspec.types import Request
+from visspec.train.batches import TrainingBatch
 
 
-def frequent(target, prompts: Callable[[int], Request], count: int, batches: int) -> Tensor:
-    """Return the `count` most frequent ids of answers to the first batches, ascending (FR-Spec, VocabTrim)."""
-    counts = torch.zeros(target.capabilities.vocab, dtype=torch.long)
-    for number in range(batches):
-        batch = capture(target, Exact(), prompts(number))
+def frequent(batches: Iterable[TrainingBatch], vocab: int, count: int) -> Tensor:
+    """Return the `count` most frequent of `vocab` ids in the answers of batches, ascending (FR-Spec, VocabTrim)."""
+    counts = torch.zeros(vocab, dtype=torch.long)
+    for batch in batches:
         for ids, length in zip(batch.ids[:, batch.prompt_length :], batch.lengths):
-            counts += torch.bincount(ids[:length].cpu(), minlength=len(counts))
+            counts += torch.bincount(ids[:length].cpu(), minlength=vocab)
     return counts.sort(descending=True, stable=True).indices[:count].sort().values
 
 

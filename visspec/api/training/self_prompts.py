@@ -59,9 +59,8 @@ def write(model: PreTrainedModel, processor: Any, asked: DrafterTraining, count:
     images = of_files(str(Path(asked.images).resolve()), ()) if asked.images else None
     tokenizer, own = tokenizer_of(processor), model.generation_config.eos_token_id
     ends = {*tokenizer.all_special_ids, *(own if isinstance(own, list) else [own])} - {None}
-    closing = [*chat_text(processor, user_turn()).partition(MARK)[2].split(), "\0"][
-        0
-    ]  # in case it is not a special token
+    # the template's mark after the user's text, in case it is not a special token
+    closing = next(iter(chat_text(processor, user_turn()).partition(MARK)[2].split()), "\0")
 
     def about(number: int) -> Mapping[str, str]:
         return images.read(number % images.count) if images else {}
@@ -102,9 +101,8 @@ def write(model: PreTrainedModel, processor: Any, asked: DrafterTraining, count:
             bar.update(len(seen), samples)
         answers.close()
     share = samples["duplicate"] / max(samples["duplicate"] + samples["new"], 1)
-    say(
-        f"{path} holds {len(seen):,} prompts; {share:.1%} duplicates among {samples.total():,} samples: {dict(samples)}"
-    )
+    found = f"{share:.1%} duplicates among {samples.total():,} samples: {dict(samples)}"
+    say(f"{path} holds {len(seen):,} prompts; {found}")
     if not seen:
         raise ValueError(f"data: got no prompt from {asked.target}. Pass a file of prompts.")
     return path

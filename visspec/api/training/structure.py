@@ -61,13 +61,14 @@ def choose(
     setups = {name: accelerate(model, f"{folder.resolve()}:{name}").setup for name in names} | {
         "": accelerate(model, None).setup
     }
-    runs: dict[str, list[paired.ArmRun]] = {name: [] for name in setups}
-    for number, order in paired.turns([*setups], len(prompts)):
-        for name in order:
-            answer = partial(setups[name].decode, prompts[number](0, 0.0))
-            seconds, state = seconds_of(answer, waiter(model.device))
-            if number:
-                runs[name].append(paired.ArmRun.of_trace(seconds, state.tokens, state.trace, 0.0))
+
+    def answer(name: str, prompt: Callable[..., Request]) -> paired.ArmRun:
+        seconds, state = seconds_of(partial(setups[name].decode, prompt(0, 0.0)), waiter(model.device))
+        return paired.ArmRun.of_trace(seconds, state.tokens, state.trace, 0.0)
+
+    runs, failures = paired.interleave({name: partial(answer, name) for name in setups}, prompts[1:], prompts[:1])
+    for failure in failures:
+        say(failure)
     rows = {name: {"structure": name} | paired.over("speedup", runs[""], runs[name]) for name in names}
     for name in names:
         print(json.dumps(rows[name] | {"tau_adaptive": paired.tau(runs[name])["tau"]}))
