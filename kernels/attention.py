@@ -10,8 +10,8 @@ On CUDA the slots are split among programs (flash decoding, Dao et al. 2023): ea
 fp32, and a second launch merges them. The tree is given by `parent`, or by the mask that `growth.ancestors` computes.
 B rows, H query heads, G key heads, N nodes, S slots, F features.
 
-Draft passes call it on a GPU (`models/attention/ragged.py`), where a mask for the tree costs bandwidth; elsewhere they
-fold heads under `sdpa` with such a mask (`models/attention/draft_attention.py`).
+Draft passes call it on a GPU, where a mask for the tree costs bandwidth; elsewhere they fold heads under `sdpa` with
+such a mask (`models/attention/draft_attention.py`).
 """
 
 import torch

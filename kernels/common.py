@@ -127,7 +127,7 @@ def check_tensor(
     if tensor.dtype not in dtypes:
         raise TypeError(f"{name}: found dtype {tensor.dtype}, expected one of {[str(d)[6:] for d in dtypes]}")
     sizes = tensor.shape
-    if len(sizes) != len(shape) or any(want not in (None, size) for want, size in zip(shape, sizes)):
+    if len(sizes) != len(shape) or any([want not in (None, size) for want, size in zip(shape, sizes)]):
         expected = tuple("any" if size is None else size for size in shape)
         require(False, name, f"shape {tuple(sizes)}", f"shape {expected}")
     if device is not None and tensor.device != device:

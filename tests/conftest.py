@@ -43,7 +43,7 @@ def _seeded():
 @pytest.fixture
 def unwarped(monkeypatch):
     """Laws in float64: at temperature 1 a warp has nothing to do but to round."""
-    for module in ("sampling", "models.drafting.structure", "models.jacobi.drafter"):
+    for module in ("sampling", "models.drafting.base", "models.jacobi.drafter"):
         monkeypatch.setattr(f"visspec.{module}.warp", lambda logits, sampling: logits)
 
 

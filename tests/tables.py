@@ -13,22 +13,12 @@ from tests.doubles import Double
 from visspec import sampling
 from visspec import tree as trees
 from visspec.distributions import Categorical
-from visspec.loop.decode import decode
-from visspec.loop.output import TokenBuffer
+from visspec.loop.decode import TokenBuffer, decode
+from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafting.static_tree import StaticTreeBuilder
 from visspec.sampling import Gumbel
-from visspec.types import (
-    Capabilities,
-    Draft,
-    DrafterTraits,
-    DraftLengthPolicy,
-    Outcome,
-    Request,
-    Sampling,
-    Scores,
-    State,
-)
+from visspec.types import Capabilities, Draft, DrafterTraits, Outcome, Request, Sampling, Scores, State
 
 ORDER = 3  # tokens that a law depends on
 

@@ -18,7 +18,7 @@ from visspec.models.block.sequential import CandidateSelector, Confidence
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.drafting import static_tree as feature_tree
-from visspec.models.drafting.structure import Chain
+from visspec.models.drafting.base import Chain
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.sampling import Uniform
 from visspec.train.capture import capture

@@ -11,12 +11,11 @@ from scipy import stats
 from visspec import tree as trees
 from visspec.accept import denoise
 from visspec.accept.coupled import Coupled
-from visspec.accept.couplings import candidate_coupling, reflection_coupling
+from visspec.accept.denoise import candidate_coupling, reflection_coupling
 from visspec.accept.surrogate import Surrogate
 from visspec.distributions import Denoising, DenoisingSteps, Trajectory
-from visspec.loop.decode import decode
+from visspec.loop.decode import VectorBuffer, decode
 from visspec.loop.draft_length import FixedLength
-from visspec.loop.output import VectorBuffer
 from visspec.models.vectors.diffusion_head import schedule
 from visspec.sampling import Normals
 from visspec.types import Capabilities, Drafter, DrafterTraits, Request, Sampling, Scores, State, Target

@@ -23,14 +23,15 @@ from visspec.types import Draft
 ROOT = Path(visspec.__file__).parent.parent
 TOPS = ("visspec", "models", "kernels", "eval")
 LEVELS = (  # a module may import lower levels and its own package
-    {"distributions", "kernels", "ranking"},
+    {"distributions", "kernels"},
     {"types"},
     {"cache", "io", "replay"},
     {"tree", "entries", "presets"},
     {"sampling", "grammar", "registry"},
     {"accept"},
     {"loop"},
-    {"models", "train", "eval"},
+    {"train"},
+    {"models", "eval"},
     {"api"},
     {"toys"},
     {"cli"},
@@ -276,6 +277,7 @@ HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
     "models/decoder/probe.py": ["_tokens"],
     "models/lowres/drafter.py": ["small"],
     "visspec/loop/out_of_order.py": ["__init__"],
+    "visspec/loop/decode.py": ["values", "ids"],  # `TokenBuffer`, for results, processors and stop functions
 }
 
 

@@ -27,7 +27,7 @@ from visspec.models import published
 from visspec.models.block.drafter import BlockModel, DFlashVariant
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.target import HFDecoder
-from visspec.models.drafting.structure import Chain
+from visspec.models.drafting.base import Chain
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.published import form_of
 from visspec.testing import check_drafter

@@ -18,7 +18,8 @@ from tests.tiny import TEXT, built, llama, model_of, prompt, shapes
 from visspec import kernels
 from visspec import tree as trees
 from visspec.cache import SlotCache, visibility
-from visspec.models.attention import draft_attention, masks, ragged
+from visspec.models.attention import draft_attention
+from visspec.models.attention.draft_attention import MASK, TREE
 from visspec.models.decoder import probe
 from visspec.models.decoder.target import HFDecoder
 
@@ -31,28 +32,28 @@ def on(monkeypatch):
     """Makes targets take `tree_attention` by themselves; collects the number of nodes of each call of it."""
     seen: list[int] = []
     monkeypatch.setattr(probe, "_answers", {})
-    plain = ragged.by_tree
-    monkeypatch.setattr(ragged, "by_tree", lambda q, *rest: seen.append(q.shape[2]) or plain(q, *rest))
-    monkeypatch.setattr(ragged, "of_device", lambda device, dtype: (ragged.TREE, ""))
+    plain = draft_attention.by_tree
+    monkeypatch.setattr(draft_attention, "by_tree", lambda q, *rest: seen.append(q.shape[2]) or plain(q, *rest))
+    monkeypatch.setattr(draft_attention, "of_device", lambda device, dtype: (TREE, ""))
     return seen
 
 
 def test_masks_stay_where_there_is_no_gpu():
     backend = HFDecoder(model_of("llama")).masks.backend
-    assert backend.name == ragged.MASK and str(backend) == "a mask over stored keys (no CUDA device)"
+    assert backend.name == MASK and str(backend) == "a mask over stored keys (no CUDA device)"
 
 
 @pytest.mark.parametrize("shape", ["one", "ragged"])
 @pytest.mark.parametrize("name", ["llama", "llava", "qwen2_vl"])
 def test_greedy_output_equals_stock(name, shape, on, monkeypatch):
     built_masks, counts = [], set()
-    monkeypatch.setattr(masks, "visibility", lambda *args: built_masks.append(1) or visibility(*args))
+    monkeypatch.setattr(draft_attention, "visibility", lambda *args: built_masks.append(1) or visibility(*args))
     expected, inputs = stock(name, shape), prompt(name, shapes(name)[shape])
     for drafter in (
         None, Oracle(expected), TreeOracle(expected, 0.3), TreeOracle(expected, 0.3, per_row=True), Grower(expected),
     ):  # fmt: skip
         accelerated = visspec.accelerate(model_of(name), drafter, adaptive=False)
-        assert accelerated.target.masks.backend.name == ragged.TREE
+        assert accelerated.target.masks.backend.name == TREE
         on.clear()
         assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
         counts |= {*on}
@@ -76,7 +77,7 @@ def test_head_layouts_and_padding(rows, keys, on):
         on.clear()
         assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
         assert bool(on) == (drafter is not None or len(rows) > 1)
-        assert accelerated.target.masks.backend.name == ragged.TREE
+        assert accelerated.target.masks.backend.name == TREE
 
 
 @settings(max_examples=80, deadline=None)
@@ -86,7 +87,7 @@ def test_rounds_against_masks(data):
     rows, keys = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2]))
     share = data.draw(st.sampled_from([1, 2, 4]))
     size, g = 8, torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    slots, told_by = SlotCache(rows, lean=data.draw(st.booleans())), ragged.Backend(ragged.TREE)
+    slots, told_by = SlotCache(rows, lean=data.draw(st.booleans())), draft_attention.Backend(TREE)
     states = lambda heads, nodes: torch.randn(len(slots.lengths), nodes, heads, size, generator=g).transpose(1, 2)  # noqa: E731
     slots.open(6, "cpu")
     slots.write(0, states(keys, 6), states(keys, 6))
@@ -105,13 +106,13 @@ def test_rounds_against_masks(data):
         query = states(keys * share, nodes)
         seen = visibility(tree.ancestor, slots.lengths, slots.padding, extent)[:, None]
         mask = seen.expand(live, -1, -1, -1)
-        assert torch.equal(ragged.visibility_mask(layout, extent), mask)
-        found, _ = ragged.attend(None, query, key, value, layout, True, 0.3)
+        assert torch.equal(draft_attention.visibility_mask(layout, extent), mask)
+        found, _ = draft_attention.attend_by_tree(None, query, key, value, layout, True, 0.3)
         wide = [x.repeat_interleave(share, 1) for x in (key, value)]
         wanted = F.scaled_dot_product_attention(query, *wide, attn_mask=mask, scale=0.3).transpose(1, 2)
         assert found.shape == wanted.shape and found.is_contiguous()
         assert torch.allclose(found, wanted, atol=1e-5)
-        assert told_by.name == ragged.TREE
+        assert told_by.name == TREE
         paths = torch.where(tree.ancestor[:, -1:], torch.arange(nodes), -1)[:, 0].expand(live, -1).tolist()
         slots.commit([[n for n in path if n >= 0] for path in paths])
         if live > 1 and data.draw(st.booleans()):
@@ -127,7 +128,7 @@ def test_what_a_gpu_runs_equals_the_mask(heads, keys, size, nodes):
     states = lambda heads, nodes: torch.randn(  # noqa: E731
         3, nodes, heads, size, generator=g, device=device, dtype=torch.bfloat16
     ).transpose(1, 2)
-    slots, told_by = SlotCache(3), ragged.Backend(ragged.TREE)
+    slots, told_by = SlotCache(3), draft_attention.Backend(TREE)
     slots.open(700, device)
     slots.write(0, states(keys, 700), states(keys, 700))
     slots.commit([list(range(n)) for n in (700, 350, 41)])
@@ -136,12 +137,12 @@ def test_what_a_gpu_runs_equals_the_mask(heads, keys, size, nodes):
     extent = slots.open(nodes, device)
     layout, query = told_by(slots, tree), states(heads, nodes)
     key, value = slots.write(0, states(keys, nodes), states(keys, nodes))
-    found, _ = ragged.attend(None, query, key, value, layout, True, size**-0.5)
+    found, _ = draft_attention.attend_by_tree(None, query, key, value, layout, True, size**-0.5)
     mask = visibility(tree.ancestor, slots.lengths, slots.padding, extent)[:, None]
-    assert torch.equal(ragged.visibility_mask(layout, extent), mask.expand(3, -1, -1, -1))
+    assert torch.equal(draft_attention.visibility_mask(layout, extent), mask.expand(3, -1, -1, -1))
     wide = [x.repeat_interleave(heads // keys, 1).float() for x in (key, value)]
     wanted = F.scaled_dot_product_attention(query.float(), *wide, attn_mask=mask).transpose(1, 2)
-    assert told_by.name == ragged.TREE and float((found.float() - wanted).abs().max()) < 2e-2
+    assert told_by.name == TREE and float((found.float() - wanted).abs().max()) < 2e-2
 
 
 def test_padding_inside_a_prompt_takes_the_mask(on):
@@ -151,7 +152,7 @@ def test_padding_inside_a_prompt_takes_the_mask(on):
     accelerated = fast("llama", TreeOracle(expected, 0.3))
     on.clear()
     assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
-    assert not on and accelerated.target.masks.backend.name == ragged.TREE
+    assert not on and accelerated.target.masks.backend.name == TREE
 
 
 @pytest.mark.parametrize(("name", "why"), [
@@ -160,7 +161,7 @@ def test_padding_inside_a_prompt_takes_the_mask(on):
 ])  # fmt: skip
 def test_models_that_take_masks(name, why, on):
     backend = HFDecoder(model_of(name)).masks.backend
-    assert backend.name == ragged.MASK and backend.why == why
+    assert backend.name == MASK and backend.why == why
 
 
 class Own(tf.models.llama.modeling_llama.LlamaAttention):
@@ -188,7 +189,7 @@ def test_own_attention_takes_mask(kind, on):
         warnings.simplefilter("ignore")
         for _ in range(2):  # asked, then known
             decoder = HFDecoder(model)
-            assert decoder.masks.backend.name == ragged.MASK and decoder.masks.groups == 2
+            assert decoder.masks.backend.name == MASK and decoder.masks.groups == 2
     inputs, expected = prompt("llama", shapes("llama")["ragged"]), stock("llama", "ragged")
     accelerated = visspec.accelerate(model, TreeOracle(expected, 0.3), adaptive=False)
     assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
@@ -203,11 +204,11 @@ def test_probe_finds_other_attention(on, monkeypatch):
     monkeypatch.setattr(kernels, "tree_attention", blind, raising=False)
     with pytest.warns(RuntimeWarning, match="different logits without a mask"):
         backend = HFDecoder(model_of("llama")).masks.backend
-    assert backend.name == ragged.MASK
+    assert backend.name == MASK
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # known by now
         again = HFDecoder(model_of("llama")).masks.backend
-    assert again.name == ragged.MASK and "without a mask" in str(again)
+    assert again.name == MASK and "without a mask" in str(again)
 
 
 def test_failure_falls_back_once(on, monkeypatch):
@@ -223,7 +224,7 @@ def test_failure_falls_back_once(on, monkeypatch):
     ) as said:
         assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
     backend = accelerated.target.masks.backend
-    assert len(said) == 1 and backend.name == ragged.MASK and "Ampere" in str(backend) and "more" not in str(backend)
+    assert len(said) == 1 and backend.name == MASK and "Ampere" in str(backend) and "more" not in str(backend)
     assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
 
 
@@ -236,7 +237,7 @@ def test_running_out_of_memory_is_not_hidden(on, monkeypatch):
     monkeypatch.setattr(kernels, "tree_attention", full, raising=False)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         accelerated.generate(**inputs, **GREEDY)
-    assert accelerated.target.masks.backend.name == ragged.TREE
+    assert accelerated.target.masks.backend.name == TREE
 
 
 def test_more_than_softmax():
@@ -250,22 +251,25 @@ def test_more_than_softmax():
     extent = slots.open(3, "cpu")
     given = torch.randn(2, 4, 3, 8), *slots.write(0, torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 8))
     mask, bias = visibility(trees.chain(2).ancestor, slots.lengths, None, extent)[:, None], torch.randn(2, 4, 3, 8)
-    backend = ragged.Backend(ragged.TREE)
+    backend = draft_attention.Backend(TREE)
     layout = backend(slots, trees.chain(2))
     with pytest.warns(RuntimeWarning, match=r"attention: .*more than a softmax over keys"):
         found, _ = draft_attention.draft_attention(module, *given, None, visspec=layout, position_bias=bias)
     wanted, _ = sdpa_attention_forward(module, *given, mask, position_bias=bias)
-    assert torch.equal(found, wanted) and backend.name == ragged.MASK
+    assert torch.equal(found, wanted) and backend.name == MASK
 
 
 def test_the_road_of_a_device(monkeypatch):
     cuda, half = torch.device("cuda", 0), torch.bfloat16
-    monkeypatch.setattr(ragged, "triton", SimpleNamespace())
-    assert ragged.of_device(cuda, half) == (ragged.TREE, "")
-    assert ragged.of_device(cuda, torch.float32) == (ragged.MASK, "weights in float32, not in 16 bits")
-    assert ragged.of_device(torch.device("cpu"), half) == (ragged.MASK, "no CUDA device")
-    monkeypatch.setattr(ragged, "triton", None)
-    assert ragged.of_device(cuda, half) == (ragged.MASK, "no Triton")
+    monkeypatch.setattr(draft_attention, "triton", SimpleNamespace())
+    assert draft_attention.of_device(cuda, half) == (TREE, "")
+    assert draft_attention.of_device(cuda, torch.float32) == (
+        MASK,
+        "weights in float32, not in 16 bits",
+    )
+    assert draft_attention.of_device(torch.device("cpu"), half) == (MASK, "no CUDA device")
+    monkeypatch.setattr(draft_attention, "triton", None)
+    assert draft_attention.of_device(cuda, half) == (MASK, "no Triton")
     with pytest.raises(ValueError, match="attention: got 'flash', expected one of mask, tree"):
         HFDecoder(model_of("llama"), attention="flash")
 
@@ -273,7 +277,7 @@ def test_the_road_of_a_device(monkeypatch):
 def test_without_the_probe_there_are_masks(on):
     accelerated, inputs = visspec.accelerate(model_of("llama"), None, probe=False), prompt("llama", ["9"])
     accelerated.generate(**inputs, **GREEDY)
-    assert not on and accelerated.target.masks.backend.name == ragged.MASK
+    assert not on and accelerated.target.masks.backend.name == MASK
 
 
 def test_first_slots_read_once(monkeypatch):
@@ -281,6 +285,6 @@ def test_first_slots_read_once(monkeypatch):
     slots.lengths, slots.padding = [4, 4], torch.tensor([[False, True, True, True], [True] * 4])
     plain = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(1) or plain(self))
-    assert [ragged.starts(slots) for _ in range(3)] == [[1, 0]] * 3 and len(reads) == 1
+    assert [draft_attention.starts(slots) for _ in range(3)] == [[1, 0]] * 3 and len(reads) == 1
     slots.select([0])
-    assert ragged.starts(slots) == [1] and len(reads) == 2
+    assert draft_attention.starts(slots) == [1] and len(reads) == 2

@@ -12,10 +12,9 @@ from visspec.accept.exact import Exact
 from visspec.accept.rejection import Rejection
 from visspec.accept.typical import Typical
 from visspec.distributions import Categorical, draw, residual
-from visspec.loop.decode import apply_verdict
+from visspec.loop.decode import TokenBuffer, apply_verdict
 from visspec.loop.draft_length import AdaptiveLength
 from visspec.loop.orders import Raster
-from visspec.loop.output import TokenBuffer
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import Stats
 from visspec.sampling import SIBLINGS, AcceptanceNoise, ranks

@@ -11,10 +11,9 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 from tests.doubles import NEW, Hostile, Oracle, TreeOracle, drafted, fast, new_tokens
 from tests.tiny import EOS, VOCAB, model_of, prompt, shapes
-from visspec import ranking
 from visspec import tree as trees
 from visspec.api.text.processors import at_any_prefix
-from visspec.distributions import draw, residual
+from visspec.distributions import argmax, draw, residual, topk
 from visspec.sampling import Gumbel, Uniform, process, warp
 from visspec.types import NodeProcessor, Request, Sampling
 
@@ -273,10 +272,10 @@ def test_bad_sampling(option):
         Sampling(**option)
 
 
-def test_ranking_equals_torch():
+def test_argmax_and_topk_equal_torch():
     """Vocabularies large enough for two steps, with ties, -inf and NaN."""
     scores = torch.randn(3, 4, 2**14, generator=torch.Generator().manual_seed(0))
-    found, expected = ranking.topk(scores, 10), scores.topk(10)
+    found, expected = topk(scores, 10), scores.topk(10)
     assert torch.equal(found[0], expected.values) and torch.equal(found[1], expected.indices)
     scores[0, 0, [5, 9000]], scores[1], scores[2, 3, 7] = 99.0, float("-inf"), float("nan")
-    assert torch.equal(ranking.argmax(scores), scores.argmax(dim=-1))
+    assert torch.equal(argmax(scores), scores.argmax(dim=-1))

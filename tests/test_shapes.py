@@ -12,11 +12,11 @@ from tests.test_eagle import make
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec import registry
 from visspec import tree as trees
+from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.drafting import static_tree as feature_tree
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.testing import check_drafter
-from visspec.types import DraftLengthPolicy
 
 VALUES = {
     "eagle2": ({"width": 3, "nodes": 9}, {"tree": "dynamic"}),

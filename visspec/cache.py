@@ -72,7 +72,7 @@ class SlotCache:
         self.nodes = 0  # slots per row written by this pass
         self.answer, self.lean = answer, lean
         self.spare = 0  # allocated rows behind those in use, left by rows that have ended
-        self.mask: Any = None  # reused by `masks` from pass to pass
+        self.mask: Any = None  # reused by `draft_attention.Masks` from pass to pass
         self.steady = False
         # maps the slots that a pass needs to the slots it attends to; the mask hides the extra ones
         self.extents: Callable[[int], int] | None = None
@@ -104,7 +104,8 @@ class SlotCache:
     def open(self, nodes: int, device: torch.device | str) -> int:
         """Start a pass that writes `nodes` slots per row. Returns its extent, the number of slots it attends to."""
         self.nodes, self._start = nodes, self.length
-        self._extent = self.length + nodes if self.extents is None else self.extents(self.length + nodes)
+        needed = self._start + nodes
+        self._extent = needed if self.extents is None else self.extents(needed)
         self._slots = None
         if self.apart:
             self._slots = to_device(self.lengths, device)[:, None] + torch.arange(nodes, device=device)

@@ -17,7 +17,7 @@ from torch import Tensor
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Categorical
-from visspec.types import FREE, Draft, RowProcessor, State
+from visspec.types import FREE, Draft, State
 
 MOST_FORCED = 64  # maximum number of forced tokens in a row's draft
 
@@ -31,18 +31,14 @@ def fixed_ids(state: State, ahead: Tensor) -> Tensor:
 
 
 def constrain(logits_BNV: Tensor, draft: Draft, state: State) -> Tensor:
-    """Return log-distributions after each node, with point masses where the next token is fixed."""
-    if state.request.fixed is None:
-        return logits_BNV
+    """Return log-distributions after each node, with point masses where `Request.fixed` fixes the next token."""
     following_BN = fixed_ids(state, draft.tree.depth + 1)
     point = torch.full_like(logits_BNV, float("-inf")).scatter_(-1, following_BN.clamp(min=0)[..., None], 0.0)
     return torch.where((following_BN == FREE)[..., None], logits_BNV, point)
 
 
 def fill(draft: Draft, state: State) -> Draft:
-    """Insert fixed ids into a draft, as point masses in q."""
-    if state.request.fixed is None or draft.tree.size == 1:
-        return draft
+    """Insert the ids of `Request.fixed` into a draft, as point masses in q."""
     own_BN, free_BN = fixed_ids(state, draft.tree.depth), draft.tree.depth == 0
     if draft.real is not None:
         free_BN = free_BN | ~draft.real
@@ -64,9 +60,8 @@ def draft_forced(state: State) -> Draft | None:
 def forced_tokens(state: State, row: int) -> list[int]:
     """Return the tokens that must follow those of a row, up to its end or the first choice."""
     own, index = state.request.of(row)
-    processors = [each for each in own.sampling.processors if isinstance(each, RowProcessor)]
     run: list[int] = []
-    if not processors:
+    if not (processors := own.sampling.row_processors):
         return run
     ids = state.output.ids(row)[0].tolist()
     while len(run) < min(state.room(row) - 1, MOST_FORCED) and not (run and run[-1] in own.eos):

@@ -342,6 +342,6 @@ def shaped(found: object, name: str, options: dict[str, Any]) -> Any:
     """Apply options of `SHAPE` to a drafter. Raises ValueError if it takes none."""
     if not options:
         return found
-    if not isinstance(found, load("visspec.models.drafting.structure:StructuredDrafter")):
+    if not isinstance(found, load("visspec.models.drafting.base:StructuredDrafter")):
         raise ValueError(f"{next(iter(options))}: {name} does not support this option.")
     return make("drafter", name, found.shaped, options)

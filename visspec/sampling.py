@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visspec import kernels, ranking
+from visspec import kernels
 from visspec import tree as trees
 from visspec.cache import to_device
-from visspec.distributions import Categorical, Denoising, Maps, Trajectory, draw
+from visspec.distributions import Categorical, Denoising, Maps, Trajectory, argmax, draw
 from visspec.types import Draft, NodeProcessor, Request, RowProcessor, Sampling, State, Tree
 
 CHUNK = 16  # positions drawn at a time; constant, so that a row's stream does not depend on how it is consumed
@@ -104,7 +104,7 @@ class Gumbel(BufferedNoise):
 
     def draft(self, distribution: Categorical, level: int) -> tuple[Tensor, None]:
         numbers_BV = self.window(level + 1, level)[:, 0, : distribution.width]
-        return ranking.argmax(distribution.logits + numbers_BV), None
+        return argmax(distribution.logits + numbers_BV), None
 
     def perturb(self, logits_BWV: Tensor, level: int) -> Tensor:
         return logits_BWV + self.window(level + 1, level)[..., : logits_BWV.shape[-1]]
@@ -298,7 +298,7 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
     only warped.
     """
     sampling, rows = state.request.sampling, len(state.rows)
-    if not any(own.sampling.processors for own in state.request.each or (state.request,)):
+    if not any([own.processors for own in state.request.samplings]):
         return warp(logits_BNV, sampling, uncond_BNV)
     logits_BNV = warp(logits_BNV, replace(sampling, temperature=0.0), uncond_BNV).clone()
     path_BND = trees.paths(draft.tree).expand(rows, -1, -1)
@@ -366,14 +366,14 @@ def choose(distribution: Categorical, depth_N: Tensor, noise: BufferedNoise | No
     """
     logits_BNV = distribution.logits
     if noise is None:
-        return ranking.argmax(logits_BNV)
+        return argmax(logits_BNV)
     window_BTV = noise.window(levels + 1)
     rows, size, vocab = logits_BNV.shape
     if depth_N.shape[0] == 1:
         perturbed = logits_BNV + window_BTV[:, depth_N[0]]
     else:
         perturbed = logits_BNV + window_BTV.gather(1, depth_N[..., None].expand(rows, size, vocab))
-    return ranking.argmax(perturbed)
+    return argmax(perturbed)
 
 
 def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Categorical | None]:
@@ -383,11 +383,5 @@ def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Catego
     Without noise this is the argmax. Otherwise `BufferedNoise.draft` returns either a point mass, the argmax under the
     noise of the position, or a real sample with its distribution.
     """
-    return sample_distribution(Categorical(warp(logits_BV, state.request.sampling)), state, level)
-
-
-def sample_distribution(distribution: Categorical, state: State, level: int) -> tuple[Tensor, Categorical | None]:
-    """Like `propose`, for a `Categorical`."""
-    return (
-        (ranking.argmax(distribution.logits), None) if state.noise is None else state.noise.draft(distribution, level)
-    )
+    logits_BV = warp(logits_BV, state.request.sampling)
+    return (argmax(logits_BV), None) if state.noise is None else state.noise.draft(Categorical(logits_BV), level)

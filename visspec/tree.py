@@ -15,8 +15,7 @@ from torch import Tensor
 
 from visspec import kernels
 from visspec.cache import to_device
-from visspec.distributions import Distribution
-from visspec.ranking import topk
+from visspec.distributions import Distribution, topk
 from visspec.types import Draft, Tree
 
 _branches: WeakKeyDictionary[Tree, int] = WeakKeyDictionary()

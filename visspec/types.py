@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
-from typing_extensions import TypeVar
+from torch import Tensor
 
 from visspec.distributions import Categorical, DenoisingSteps, Distribution
 
@@ -60,6 +59,11 @@ class Sampling:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @cached_property
+    def row_processors(self) -> tuple[RowProcessor, ...]:
+        """The processors that may force tokens."""
+        return tuple(each for each in self.processors if isinstance(each, RowProcessor))
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,6 +157,11 @@ class Request:
         return (self.each[row], 0) if self.each else (self, row)
 
     @property
+    def samplings(self) -> list[Sampling]:
+        """The sampling parameters of the rows, or of all of them."""
+        return [own.sampling for own in self.each] if self.each else [self.sampling]
+
+    @property
     def visits(self) -> Sequence[int]:
         """Places of an image's codes in the order of an any-order target."""
         assert self.grid is not None
@@ -229,9 +238,6 @@ class NodeProcessor:
         return longest < self.least or shortest >= self.least
 
 
-NoiseT = TypeVar("NoiseT", default=Any)  # random numbers of a request: a `sampling.BufferedNoise`
-
-
 class Structure(NamedTuple):
     """Structure of a draft: maximum nodes per level that have children (1: a chain), and without root in total."""
 
@@ -285,7 +291,7 @@ class State:
     position: Tensor  # (B,) position id of the pending node
     cache: Any  # the target's cache
     rows: list[int]
-    output: Any  # a `loop.output.TokenBuffer`, or the subclass that the target needs
+    output: Any  # a `loop.decode.TokenBuffer`, or the subclass that the target needs
     noise: Any = None  # random numbers, `sampling.BufferedNoise`; None with greedy sampling
     drift: Tensor | None = None  # (original rows,) summed over the rounds
     memory: Any = None  # the drafter's per-request state
@@ -316,10 +322,6 @@ class State:
     def calls(self) -> Counter[str]:
         """Counter of network calls outside target passes. Drafters and rules add to it."""
         return self.trace.calls
-
-    @property
-    def live(self) -> bool:
-        return bool(self.rows)
 
     @property
     def budget(self) -> int:
@@ -614,7 +616,7 @@ class RuleTraits:
         return self.guarantee == "exact" and not self.judges_draws
 
 
-class Acceptance(Generic[NoiseT]):
+class Acceptance:
     """Base class of acceptance rules, which select the accepted nodes of a draft."""
 
     traits = RuleTraits()
@@ -622,8 +624,8 @@ class Acceptance(Generic[NoiseT]):
     def bind(self, capabilities: Capabilities) -> None:
         """Adapt the rule to a target. Called on a copy of the user's rule when a setup is built."""
 
-    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> NoiseT:
-        """Create the random numbers of a request.
+    def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Any:
+        """Create the random numbers of a request, a `sampling.BufferedNoise`.
 
         Args:
             generators: One generator per row.
@@ -631,7 +633,7 @@ class Acceptance(Generic[NoiseT]):
         """
         raise NotImplementedError
 
-    def __call__(self, draft: Draft, scores: Scores, noise: NoiseT | None) -> Verdict:
+    def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
         """Select the accepted nodes.
 
         Args:
@@ -645,38 +647,6 @@ class Acceptance(Generic[NoiseT]):
     def inner(self) -> Acceptance:
         """The innermost rule of a wrapped rule, used in statistics."""
         return self
-
-
-class DraftLengthPolicy:
-    """Base class of draft-length policies (`loop.draft_length`). `depth` is called before each round, `observe` after
-    it.
-
-    Args:
-        levels: Maximum number of levels.
-    """
-
-    structures: Sequence[Structure] = (OWN,)  # offered by the drafter; the chosen one is `state.trace.structure`
-    counts_nodes, copies = False, 0  # traits of the drafter
-
-    def __init__(self, levels: int = 8):
-        if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:
-            raise ValueError(f"levels: got {levels!r}, expected a whole number from 1 to {MAX_NODES - 1}.")
-        self.levels = levels
-
-    def limit(self, state: State) -> int:
-        """Return the maximum levels of this round's draft. One token of the budget is reserved for the target's own."""
-        return max(min(self.levels, state.budget - 1), 0)
-
-    def depth(self, state: State) -> int:
-        """Return the levels to draft in this round, 0 for none, and store them in `state.trace.requested`."""
-        raise NotImplementedError
-
-    def pad(self, state: State, nodes: int) -> int:
-        """Return a size to which to pad a draft of `nodes` nodes, because a pass of that size is faster."""
-        return nodes
-
-    def observe(self, trace: Trace) -> None:
-        """Process the latest round: `trace.rounds[-1]` and `trace.latest`."""
 
 
 class Order:
@@ -698,7 +668,7 @@ class Order:
         drafter: Drafter | None,
         rule: Acceptance,
         request: Request,
-        length_policy: DraftLengthPolicy,
+        length_policy: Any,
     ) -> State:
         """Decode a batch.
 
@@ -707,71 +677,9 @@ class Order:
             drafter: The drafter, or None.
             rule: The acceptance rule.
             request: The batch.
-            length_policy: Chooses the draft length of each round.
+            length_policy: Chooses the draft length of each round (`loop.draft_length.DraftLengthPolicy`).
 
         Returns:
             The finished state.
         """
         raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class TrainingBatch:
-    """Prompts and the target's recorded answers (`train.capture`). Row b has lengths[b] answer tokens, M at most."""
-
-    ids: Tensor  # (B, L + M) prompts (left-padded) and answers (right-padded)
-    prompt_length: int
-    lengths: list[int]
-    features: Tensor  # (B, L + M - 1, F)
-    states: Tensor  # (B, M - 1, X) inputs of `law` after each answer token
-    law: Callable[[Tensor], Tensor]  # states (..., X) -> log-distributions (..., V), up to a constant; float32
-    width: int  # V
-    best: Tensor  # (B, M - 1) the likeliest token after each answer token
-    positions: Tensor  # (B, L + M - 1), or (3, B, L + M - 1)
-    attention: Tensor | None  # (B, L) bool
-    embeddings: Tensor | None  # (B, L, d) input embeddings of the prompt
-    host_ids: Tensor  # `ids`, `attention` and the number above all positions on the CPU: no step waits for the device
-    host_attention: Tensor | None
-    reach: int
-
-    @property
-    def logits(self) -> Tensor:
-        """All log-distributions at once, (B, M - 1, V). They take much memory if V is large."""
-        return self.law(self.states)
-
-
-class Prediction(NamedTuple):
-    """One step of a rollout: states that predict the distributions after T answer tokens of each row."""
-
-    states: Tensor  # (B, T, d) inputs of the drafter's `trained_logits`
-    weight: Tensor  # (B, T) weight in the loss; 0 or False is not counted
-    place: Tensor | None = None  # (B, T) indices of the answer tokens, below M - 1; None: the first T tokens
-
-
-Rollout = Sequence[Prediction]
-
-
-class TrainedDrafter(Protocol):
-    """A drafter with a trainable network, as the trainer sees it. It learns from batches of the target's answers."""
-
-    traits: DrafterTraits
-    head: nn.Module
-    borrowed: tuple[nn.Module, ...]  # modules of the target, frozen in training
-    ids: Tensor | None  # the ids of its reduced vocabulary; None: all
-
-    def rollout(self, batch: TrainingBatch, steps: int) -> Rollout:
-        """Predict along the answers, each step from the one before.
-
-        Args:
-            batch: The recorded answers.
-            steps: Number of steps.
-        """
-
-    def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Return logits (..., V) from predicted states (..., d) after answer tokens (...), by the trained weights."""
-
-    def refresh(self) -> None:
-        """Update cached values after the weights changed."""
-
-    def save_pretrained(self, folder: Path, record: dict[str, Any]) -> None:
-        """Write configuration, weights and provenance."""

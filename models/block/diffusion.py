@@ -22,7 +22,7 @@ from visspec.cache import to_device
 from visspec.io.checkpoint import check_whole
 from visspec.models.decoder.small_model import READS, VOCABULARY_PADDING
 from visspec.models.decoder.target import describe, vocabulary
-from visspec.models.drafting.structure import Chain, StructuredDrafter
+from visspec.models.drafting.base import Chain, StructuredDrafter
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Scores, State
 
 

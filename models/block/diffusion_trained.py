@@ -22,7 +22,8 @@ from visspec.models.decoder.small_model import READS
 from visspec.models.decoder.target import spare_id, text_sizes
 from visspec.models.drafting import checkpoint
 from visspec.models.layers import MOST_LAYERS
-from visspec.types import MAX_NODES, Prediction, TrainingBatch
+from visspec.train.batches import Prediction, TrainingBatch
+from visspec.types import MAX_NODES
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,8 @@ from visspec.models.block import export
 from visspec.models.block.sequential import Sequential
 from visspec.models.decoder.target import describe
 from visspec.models.drafting import published_config
+from visspec.models.drafting.base import Chain, PendingInputs, StructuredDrafter, accepted_nodes, prompt_first
 from visspec.models.drafting.checkpoint import write_provenance
-from visspec.models.drafting.memory import PendingInputs, accepted_nodes, prompt_first
-from visspec.models.drafting.structure import Chain, StructuredDrafter
 from visspec.models.layers import depth, over_vocabulary
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 

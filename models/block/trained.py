@@ -23,7 +23,8 @@ from visspec.models.block.sequential import CandidateSelector, Confidence, Marko
 from visspec.models.decoder.target import spare_id, text_sizes
 from visspec.models.drafting import checkpoint
 from visspec.models.layers import MOST_LAYERS
-from visspec.types import MAX_NODES, Prediction, TrainingBatch
+from visspec.train.batches import Prediction, TrainingBatch
+from visspec.types import MAX_NODES
 
 DECAY = 0.8  # weight of a place in the loss, relative to the place before it
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from visspec import tree as trees
 from visspec.cache import GROW, to_device
 from visspec.distributions import Categorical
-from visspec.loop.output import TokenBuffer
+from visspec.loop.decode import TokenBuffer
 from visspec.models.attention.draft_attention import STOCK, implementation
 from visspec.models.runner.widths import PassWidths
 from visspec.sampling import process

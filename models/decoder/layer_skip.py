@@ -2,20 +2,26 @@
 extra weights (Zhang et al., "Draft & verify", arXiv 2309.08168; the choice at run time follows "SWIFT", arXiv
 2410.06916).
 
-The layers that run share the target's cache, final norm and head. Layers are chosen by acceptance and by the share of
-layers that run, not by the clock, so that the same requests lead to the same choices.
+The layers that run share the target's cache, final norm and head (`LayerSubset`). Layers are chosen by acceptance and
+by the share of layers that run, not by the clock, so that the same requests lead to the same choices.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 from dataclasses import dataclass
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from visspec.models.drafting.structure import Chain
+from visspec.models.attention.hooks import HOOKING
+from visspec.models.decoder.probe import restore_after
+from visspec.models.drafting.base import Chain
+from visspec.models.runner.compiled import replace_decoder
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 FORGET = 0.98
@@ -115,3 +121,88 @@ def candidates(depth: int) -> list[frozenset[int]]:
     exits = [frozenset(range(max(math.ceil(depth * share), 1), depth)) for share in (0.25, 0.5, 0.75)]
     thin = [spaced_layers(depth, every) for every in (2, 3, 4)]
     return [skip for skip in dict.fromkeys(exits + thin) if skip]
+
+
+class LayerSubset:
+    """Views of a stock model without some of its decoder layers, by the set of skipped layers, built on first use.
+
+    All weights are shared, and the model itself is not changed: the modules from the model down to its list of layers
+    are copied shallowly, and a skipped layer is replaced by one that returns its input. Layers keep their index, by
+    which they find their keys and values in the cache.
+    """
+
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module):
+        self.model = model
+        self.decoder = decoder
+        self._views: dict[frozenset[int], nn.Module] = {}
+        self._tuples: bool | None = None
+
+    def __call__(self, skip: frozenset[int]) -> Any:
+        """Return the view. Raises ValueError for layers that do not exist, or a model without a list of layers."""
+        view = self._views.get(skip)
+        if view is None:
+            view = self._views[skip] = self._build(skip)
+        return view
+
+    def check(self) -> None:
+        """Raise ValueError if the model cannot skip layers: run only the last layer on one id."""
+        name, layers = type(self.model).__name__, self._layers()[1]
+        if next(self.model.parameters()).device.type == "meta":
+            return
+        view = self(frozenset(range(len(layers) - 1)))
+        try:
+            self._run(view)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise  # unrelated to the model's structure
+        except Exception as error:  # for example because the layer reads the keys of an earlier one
+            raise ValueError(f"drafter: the last layer of {name} can't run alone ({type(error).__name__}).") from error
+
+    def _build(self, skip: frozenset[int]) -> Any:
+        name, layers = self._layers()
+        if self._tuples is None:
+            self._tuples = self._gives_tuples(layers[0])
+        new = copy.copy(self.decoder)
+        kept = [_SkippedLayer(layer, self._tuples) if n in skip else layer for n, layer in enumerate(layers)]
+        new._modules = {**self.decoder._modules, name: nn.ModuleList(kept)}
+        view = replace_decoder(self.model, self.decoder, new)
+        if view is None:
+            raise ValueError(f"drafter: got {type(self.model).__name__}, expected a model whose layers can be skipped.")
+        return view
+
+    def _layers(self) -> tuple[str, nn.ModuleList]:
+        count = self.model.config.get_text_config().num_hidden_layers
+        for name, module in self.decoder.named_children():
+            if isinstance(module, nn.ModuleList) and len(module) == count:
+                return name, module
+        raise ValueError(f"drafter: got {type(self.model).__name__}, expected a decoder with a list of {count} layers.")
+
+    def _gives_tuples(self, layer: nn.Module) -> bool:
+        """Return whether layers return tuples, observed in a pass over one id."""
+        seen: list[bool] = []
+        with HOOKING:
+            hook = layer.register_forward_hook(lambda module, args, output: seen.append(isinstance(output, tuple)))
+            try:
+                self._run(self.model)
+            finally:
+                hook.remove()
+        return seen[0]
+
+    def _run(self, model: nn.Module) -> None:
+        with HOOKING, restore_after(self.model):
+            ids = torch.zeros(1, 1, dtype=torch.long, device=next(self.model.parameters()).device)
+            model(input_ids=ids, use_cache=False)
+
+
+class _SkippedLayer(nn.Module):
+    """Stands in for a layer and returns the hidden states unchanged. Attributes are those of the layer."""
+
+    def __init__(self, layer: nn.Module, tuples: bool):
+        super().__init__()
+        object.__setattr__(self, "layer", layer)  # not registered as a submodule
+        self.tuples = tuples
+
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
+        return (hidden_states,) if self.tuples else hidden_states
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)

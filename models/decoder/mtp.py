@@ -27,9 +27,17 @@ from visspec.io.checkpoint import check_whole
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.target import LAST
-from visspec.models.drafting.memory import PendingInputs, accepted_nodes, next_tokens, prompt_first
+from visspec.models.drafting.base import (
+    Chain,
+    PendingInputs,
+    StructuredDrafter,
+    accepted_nodes,
+    next_tokens,
+    prompt_first,
+    ranking,
+    see_ancestors,
+)
 from visspec.models.drafting.static_tree import MOST_CHILDREN
-from visspec.models.drafting.structure import Chain, StructuredDrafter, ranking, see_ancestors
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
 ATTENDING = {"full_attention", "sliding_attention"}

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Categorical
-from visspec.loop.output import TokenBuffer
+from visspec.loop.decode import TokenBuffer
 from visspec.models.decoder import probe
 from visspec.sampling import process
 from visspec.types import MAX_NODES, Request, Scores, State, Tree

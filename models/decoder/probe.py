@@ -27,8 +27,9 @@ from transformers import PreTrainedModel
 from visspec import tree as trees
 from visspec.cache import SlotCache
 from visspec.distributions import categorical
-from visspec.loop.output import TokenBuffer
-from visspec.models.attention import ragged, rotary
+from visspec.loop.decode import TokenBuffer
+from visspec.models.attention import rotary
+from visspec.models.attention.draft_attention import MASK
 from visspec.models.attention.hooks import HOOKING
 from visspec.models.attention.recurrent import state_layers
 from visspec.models.attention.slot_layers import SlotLayer, SlotLayers, StateSlotLayer
@@ -58,7 +59,7 @@ class ProbeResult(NamedTuple):
     padding: bool = True  # whether left-padded rows continue as they would without padding
     error: float = 0.0  # difference between a node's logits in a draft and one by one, relative to their spread
     folds: bool = True  # whether its attention passes our keyword on (`draft_attention`)
-    needs_mask: str = ""  # why it needs a mask instead of lengths and trees (`ragged`)
+    needs_mask: str = ""  # why it needs a mask instead of lengths and trees (`DraftLayout`)
 
 
 _answers: dict[tuple, ProbeResult] = {}
@@ -77,9 +78,9 @@ def check(target: HFDecoder) -> ProbeResult:
     answer = _answers.get(key)
     if answer is None:
         with HOOKING, restore_after(model):  # one thread at a time, and no hooks may change meanwhile
-            attn_metadata = backend.name != ragged.MASK
+            attn_metadata = backend.name != MASK
             answer = _probe(target)
-            refused = answer.fault is not None or backend.name == ragged.MASK  # the pass itself may have failed
+            refused = answer.fault is not None or backend.name == MASK  # the pass itself may have failed
             if attn_metadata and refused:
                 backend.refuse("different logits without a mask")
                 answer = _probe(target)._replace(needs_mask=backend.why)
@@ -91,7 +92,7 @@ def check(target: HFDecoder) -> ProbeResult:
     if not answer.folds:
         target.masks.groups = 1
     if answer.needs_mask:
-        backend.name, backend.why = ragged.MASK, answer.needs_mask
+        backend.name, backend.why = MASK, answer.needs_mask
     if answer.fault is not None:
         raise ValueError(answer.fault)
     if answer.error > EXACT and model.dtype in FULL_PRECISION:

@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from visspec import tree as trees
 from visspec.cache import additive, gather_rows
 from visspec.models.decoder.target import LAST, describe
-from visspec.models.drafting.structure import Chain, ranking
+from visspec.models.drafting.base import Chain, ranking
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

@@ -19,7 +19,7 @@ from visspec.cache import to_device
 from visspec.distributions import Categorical, categorical
 from visspec.models.attention.slot_layers import CACHE
 from visspec.models.decoder.target import HFDecoder, describe
-from visspec.models.drafting.structure import Chain, StructuredDrafter
+from visspec.models.drafting.base import Chain, StructuredDrafter
 from visspec.models.runner.compiled import compiled_passes
 from visspec.types import Draft, DrafterTraits, Outcome, Request, Scores, State, Verdict
 

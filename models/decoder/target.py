@@ -22,10 +22,10 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from visspec import tree as trees
 from visspec.cache import SlotCache, contiguous_copy, gather_rows
 from visspec.distributions import Categorical
-from visspec.loop.output import TokenBuffer
-from visspec.models.attention import draft_attention, ragged, rotary
+from visspec.loop.decode import TokenBuffer
+from visspec.models.attention import draft_attention, rotary
+from visspec.models.attention.draft_attention import HYBRID, MASK, STATEFUL, AttentionInputs, Backend, Masks
 from visspec.models.attention.hooks import DecoderRecorder
-from visspec.models.attention.masks import HYBRID, STATEFUL, AttentionInputs, Masks
 from visspec.models.attention.recurrent import state_layers
 from visspec.models.attention.slot_layers import (
     CACHE,
@@ -36,14 +36,13 @@ from visspec.models.attention.slot_layers import (
     state_modules,
 )
 from visspec.models.decoder import invariant, probe
-from visspec.models.decoder.layer_subset import LayerSubset
+from visspec.models.decoder.layer_skip import LayerSubset
 from visspec.models.layers import depth
-from visspec.models.runner.compiled import compiled_passes
-from visspec.models.runner.graphs import graphed_forward
-from visspec.models.runner.target import RunningTarget
+from visspec.models.runner.compiled import CompiledPasses, compiled_passes
+from visspec.models.runner.graphs import GraphedForward, graphed_forward
 from visspec.models.runner.widths import PassWidths
 from visspec.sampling import process, warp
-from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State
+from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target
 
 # earlier versions return only the listed layers, without embeddings, so all are requested (tested with 5.17)
 LISTED_FEATURES = Version(transformers.__version__) >= Version("5.23")
@@ -55,7 +54,7 @@ MOST_POSITIONS = 1 << 20  # longer prompts are checked as if they had this lengt
 CONTENT_IDS = tuple(f"{kind}_token_{form}" for kind in ("image", "video", "audio") for form in ("id", "index"))
 
 
-class HFDecoder(RunningTarget):
+class HFDecoder(Target):
     """A loaded model as a `Target`. Weights, configuration and attention backend are not changed.
 
     `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm, n + 1 of n layers =
@@ -64,6 +63,9 @@ class HFDecoder(RunningTarget):
     verified with trees or chains (encoder-decoders, recurrent layers, attention backends without 4-D masks), or that
     fails `probe`; `check=False` disables the probe. `compile`: see `compiled_passes`.
     """
+
+    passes: CompiledPasses | None = None
+    recorder: GraphedForward | None = None
 
     def __init__(
         self,
@@ -85,8 +87,8 @@ class HFDecoder(RunningTarget):
         self._prepared_cache = cache_argument(model.prepare_inputs_for_generation) or CACHE
         floating = (p.dtype for p in self.decoder.parameters() if p.is_floating_point())  # quantized weights: integers
         name, dtype = draft_attention.implementation(text), next(floating, torch.float32)
-        forced = attention or (None if check else ragged.MASK)
-        backend = ragged.choose(self.decoder, text, name, dtype, self.device, forced)
+        forced = attention or (None if check else MASK)
+        backend = draft_attention.choose_backend(self.decoder, text, name, dtype, self.device, forced)
         shared = draft_attention.groups(self.decoder, check) if name == draft_attention.STOCK else 1
         self.masks = Masks(dtype, _sliding_window(text), mixed, shared, backend)
         self.configs = draft_attention.configurations(self.decoder)
@@ -117,7 +119,7 @@ class HFDecoder(RunningTarget):
     def fix_widths(self) -> None:
         """Make each row's result independent of the batch. Drafts become chains, and attention takes a mask."""
         self.capabilities = replace(self.capabilities, trees=False)
-        self.masks.backend = ragged.Backend(ragged.MASK, why="batch_invariant=True")
+        self.masks.backend = Backend(MASK, why="batch_invariant=True")
         self.widths = invariant.pass_widths(self)
         if self.probed:
             probe.check_rows(self)
@@ -150,7 +152,8 @@ class HFDecoder(RunningTarget):
         if self.widths is not None and (rows > 1 or (attention is not None and not bool(attention.all()))):
             return invariant.prefill(self, request)
         self._check_request(request, length)
-        cache = self.cache(rows, request.max_new_tokens, bool(request.each) or self.lean(request))
+        moves = bool(request.each) or (self.recorder is not None and self.recorder.due(request))
+        cache = self.cache(rows, request.max_new_tokens, lean=moves)
         cache.slots.open(length, self.device)
         self.open(cache.slots)
         inputs[self._prepared_cache] = cache
@@ -197,6 +200,13 @@ class HFDecoder(RunningTarget):
     def cache(self, rows: int, answer: int = 0, lean: bool = False) -> SlotLayers:
         return SlotLayers(rows, answer, lean, state_layers(self.model.config) if self.states else None)
 
+    def open(self, slots: SlotCache) -> None:
+        """Prepare compiled or recorded passes for a request, before its prefill."""
+        if self.passes is not None:
+            self.passes.open(slots)
+        if self.recorder is not None:
+            self.recorder.open()
+
     def _check_request(self, request: Request, length: int) -> None:
         for name in CROSS_ATTENDED:
             if request.inputs.get(name) is not None:
@@ -223,12 +233,10 @@ class HFDecoder(RunningTarget):
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """Run one pass over all nodes of all rows. Returns scores for (B, N)."""
-        replayed = self.replayed(
-            state,
-            lambda: (draft.tree, (draft.value, state.position[:, None] + draft.tree.depth)),
-            self._whole,
-            lambda: self._eager(state, draft)[0],
-        )
+        replayed = None
+        if self.recorder is not None:
+            given = draft.value, state.position[:, None] + draft.tree.depth
+            replayed = self.recorder.run(state, draft.tree, given, self._whole, lambda: self._eager(state, draft)[0])
         logits, features, states = (*replayed, None) if replayed else self._eager(state, draft)
         assert logits is not None
         aux = {"raw": logits} if state.request.keep_raw else {}
@@ -237,7 +245,7 @@ class HFDecoder(RunningTarget):
         return Scores(Categorical(process(logits, draft, state)), features, aux)
 
     def law(self, request: Request) -> Callable[[Tensor], Tensor] | None:
-        if not self.head_states or any(own.sampling.processors for own in request.each or (request,)):
+        if not self.head_states or any(own.processors for own in request.samplings):
             return None
         text, head, sampling = self.model.config.get_text_config(), self.model.get_output_embeddings(), request.sampling
         scale = 1.0 / (getattr(text, "logits_scaling", None) or 1.0)
@@ -252,17 +260,22 @@ class HFDecoder(RunningTarget):
 
         return law
 
-    def _eager(self, state: State, draft: Draft) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def _eager(self, state: State, draft: Draft) -> tuple[Any, Tensor | None, Tensor | None]:
         """Return logits, features and head states (B, N) of a pass without a CUDA graph."""
-        model = self.runs(self.model, state, lambda model, dummy: self._pass(model, state, dummy)[0].logits)
+        model = self.model
+        if self.passes is not None:
+            model = self.passes.choice(state, lambda model, dummy: self._pass(model, state, dummy)[0].logits)
         past, size = state.cache.past, draft.tree.size
         if past is None:
             (output, seen), own_BN = self._pass(model, state, draft), None
         else:
             (output, seen), own_BN = past.run(functools.partial(self._pass, model), state, draft, self.state_modules)
-        outputs = self.features(output, seen), seen["last_hidden_state"] if self.head_states else None
-        features, states = (None if values is None else _of(values, own_BN)[:, :size] for values in outputs)
-        return _of(output.logits, own_BN)[:, :size], features, states
+        states = seen["last_hidden_state"] if self.head_states else None
+        outputs = [output.logits, self.features(output, seen), states]
+        if own_BN is not None:
+            outputs = [None if x is None else gather_rows(x, own_BN) for x in outputs]
+        logits, features, states = [None if x is None else x[:, :size] for x in outputs]
+        return logits, features, states
 
     def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
         slots: SlotCache = state.cache.slots
@@ -334,6 +347,10 @@ class HFDecoder(RunningTarget):
             state.cache.past.commit(outcome, draft.tree.size)
         state.cache.slots.commit(outcome.path)
 
+    def finish(self, state: State) -> None:
+        if self.recorder is not None:
+            self.recorder.finish(state.cache.slots, state.request.keep_cache)
+
     def select(self, state: State, keep: list[int]) -> None:
         state.cache.select(keep, stash=state.request.keep_cache)
 
@@ -359,13 +376,6 @@ class HFDecoder(RunningTarget):
         states, before_norm = output.hidden_states, depth(self.model) + 1
         chosen = [seen["before_norm"] if i == before_norm else states[i] for i in layers]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
-
-
-def _of(values_BTX: Tensor, at_BN: Tensor | None) -> Tensor:
-    """Gather entries of a pass by index, (B, N, X); with None, return all of them."""
-    if at_BN is None:
-        return values_BTX
-    return gather_rows(values_BTX, at_BN)
 
 
 def _last_position(positions: Tensor) -> Tensor:

@@ -39,18 +39,8 @@ from visspec.models.image_codes.drafting import (
 )
 from visspec.models.image_codes.target import Family
 from visspec.sampling import Gumbel, gumbel_given, warp
-from visspec.types import (
-    FREE,
-    Draft,
-    Drafter,
-    DrafterTraits,
-    Outcome,
-    Prediction,
-    Scores,
-    State,
-    TrainingBatch,
-    Verdict,
-)
+from visspec.train.batches import Prediction, TrainingBatch
+from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 BLANKS, GUESSES = 0.15, 0.2  # shares of training images with missing codes, and with guesses
 FADE = 0.9  # factor on a place's weight in the loss per place after the known codes

@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from visspec import tree as trees
-from visspec.distributions import Categorical
-from visspec.ranking import topk
+from visspec.distributions import Categorical, topk
 from visspec.types import Draft, Tree
 
 MOST_CHILDREN = 32  # limited by the acceptance rules' random numbers per position

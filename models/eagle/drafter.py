@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from visspec import tree as trees
 from visspec.models.decoder.target import content_ids, text_sizes
+from visspec.models.drafting.base import Chain
 from visspec.models.drafting.published_config import check_verifier_named
-from visspec.models.drafting.structure import Chain
 from visspec.models.eagle import export
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import COMPRESSED, EagleConfig
@@ -29,7 +29,8 @@ from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.layer import FeatureMemory, head_logits, stored_rows
 from visspec.models.eagle.levels import CompiledDrafter, GraphedDrafter, ahead
-from visspec.types import Draft, Scores, State, TrainingBatch
+from visspec.train.batches import TrainingBatch
+from visspec.types import Draft, Scores, State
 
 SEEN = ("slots", "embeddings", *COMPRESSED)  # values of `images` that take the target's input embeddings
 OWN = {  # defaults when no `fusion` is requested: ViSpec's form with norms

@@ -19,15 +19,22 @@ from torch import Tensor, nn
 
 from visspec.cache import to_device
 from visspec.models.drafting import checkpoint
+from visspec.models.drafting.base import (
+    Chain,
+    StructuredDrafter,
+    accepted_nodes,
+    next_tokens,
+    ranking,
+    see_ancestors,
+)
 from visspec.models.drafting.checkpoint import TargetT
-from visspec.models.drafting.memory import accepted_nodes, next_tokens
 from visspec.models.drafting.static_tree import MOST_CHILDREN
-from visspec.models.drafting.structure import Chain, StructuredDrafter, ranking, see_ancestors
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead, turns, turns_at
 from visspec.models.eagle.layer import DraftLayer, FeatureMemory, FoldedLayer, head_logits
-from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Prediction, Scores, State, TrainingBatch, Verdict
+from visspec.train.batches import Prediction, TrainingBatch
+from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
 GROWING = threading.Lock()  # a shorter table must never replace a longer one
 

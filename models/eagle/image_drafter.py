@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from visspec import tree as trees
 from visspec.grammar import fixed_ids
 from visspec.models.drafting import static_tree as feature_tree
-from visspec.models.drafting.structure import Chain
+from visspec.models.drafting.base import Chain
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.image_head import ImageHead, ImageHeadConfig
@@ -29,19 +29,8 @@ from visspec.models.image_codes.drafting import IMPOSSIBLE, ImageNetworkDrafter,
 from visspec.models.image_codes.target import Family, ImageAR
 from visspec.models.jacobi.drafter import Front, Jacobi, Window
 from visspec.sampling import Gumbel, warp
-from visspec.types import (
-    FREE,
-    OWN,
-    Draft,
-    Outcome,
-    Prediction,
-    Request,
-    Scores,
-    State,
-    Structure,
-    TrainingBatch,
-    Verdict,
-)
+from visspec.train.batches import Prediction, TrainingBatch
+from visspec.types import FREE, OWN, Draft, Outcome, Request, Scores, State, Structure, Verdict
 
 TREES = ("chain", "dynamic", "static")
 AHEAD = 2  # window places that the network drafts

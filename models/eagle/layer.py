@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visspec.cache import first_room, more_room, move_rows, to_device, visibility, widen_store
-from visspec.models.drafting.memory import PendingInputs
+from visspec.models.drafting.base import PendingInputs
 from visspec.models.eagle.head import EagleHead
 from visspec.models.layers import TINY, over_vocabulary, rotate, unit
 from visspec.models.runner.buffer_pool import BufferLease

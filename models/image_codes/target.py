@@ -25,13 +25,12 @@ from visspec import tree as trees
 from visspec.cache import GROW, SlotCache, to_device
 from visspec.distributions import Categorical
 from visspec.grammar import constrain
-from visspec.loop.output import TokenBuffer
+from visspec.loop.decode import TokenBuffer
 from visspec.models.attention import draft_attention
-from visspec.models.attention.masks import AttentionInputs, Masks
+from visspec.models.attention.draft_attention import AttentionInputs, Masks
 from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
 from visspec.models.runner.compiled import CompiledPasses, compiled_passes
 from visspec.models.runner.graphs import GraphedForward, graphed_forward
-from visspec.models.runner.target import RunningTarget
 from visspec.models.runner.widths import PassWidths
 from visspec.sampling import process, warp
 from visspec.types import (
@@ -343,10 +342,13 @@ def positions_from_mask(attention: Tensor, ahead: int) -> Tensor:
     return (torch.cat([attention, ahead_RT], dim=1).cumsum(dim=1) - 1).clamp(min=0)
 
 
-class ImageAR(RunningTarget):
+class ImageAR(Target):
     """A `Family` as a `Target`. `features`: return hidden states; those of both guidance rows are concatenated.
     `compile`: see `compiled_passes`.
     """
+
+    passes: CompiledPasses | None = None
+    recorder: GraphedForward | None = None
 
     def __init__(self, family: Family, features: bool = False, compile: bool = False):
         decoder = family.decoder
@@ -425,7 +427,10 @@ class ImageAR(RunningTarget):
         rows, length = prompt.ids.shape
         cache = SlotLayers(prompt.embeds.shape[0], request.max_new_tokens)
         cache.slots.open(length, self.device)
-        self.open(cache.slots)
+        if self.passes is not None:
+            self.passes.open(cache.slots)
+        if self.recorder is not None:
+            self.recorder.open()
         padded = not bool(prompt.attention.all())
         newest = torch.full((rows,), length - 1, device=self.device)
         pending, output = self._open_buffer(request)
@@ -454,29 +459,28 @@ class ImageAR(RunningTarget):
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """Run one pass over all nodes of all rows and their guidance rows. Returns scores for (B, N)."""
-        replayed = self._recorded_pass(state, draft)
+        replayed = None if self.recorder is None else self._recorded_pass(self.recorder, state, draft)
         hidden = self._eager(state, draft) if replayed is None else replayed
         return self._scores(state, draft, hidden, hidden[:, : draft.tree.size])
 
     def _eager(self, state: State, draft: Draft) -> Tensor:
         """Return hidden states (R, N, d) of a pass without a CUDA graph."""
-        decoder = self.runs(self.family.decoder, state, lambda decoder, dummy: self._pass(decoder, state, dummy))
+        decoder = self.family.decoder
+        if self.passes is not None:
+            decoder = self.passes.choice(state, lambda decoder, dummy: self._pass(decoder, state, dummy))
         return self._pass(decoder, state, draft)
 
-    def _recorded_pass(self, state: State, draft: Draft) -> Tensor | None:
+    def _recorded_pass(self, recorder: GraphedForward, state: State, draft: Draft) -> Tensor | None:
         """Return hidden states (R, N, d) of a CUDA graph's pass, or None if there is no graph."""
-
-        def given() -> tuple[Tree, tuple[Tensor, Tensor]]:
-            twice, index = _twice(state), state.position[:, None] + draft.tree.depth
-            tree = draft.tree if draft.tree.parent.shape[0] == 1 else _repeat_tree(draft.tree, twice)
-            embeds = self._embed(state, draft, index).repeat(twice, 1, 1)
-            places = self.family.places(index.repeat(twice, 1), state)
-            return tree, (embeds, places.movedim((-2, -1), (0, 1)))
+        twice, index = _twice(state), state.position[:, None] + draft.tree.depth
+        tree = draft.tree if draft.tree.parent.shape[0] == 1 else _repeat_tree(draft.tree, twice)
+        embeds = self._embed(state, draft, index).repeat(twice, 1, 1)
+        places = self.family.places(index.repeat(twice, 1), state).movedim((-2, -1), (0, 1))
 
         def forward(cache: SlotLayers, attention: AttentionInputs, embeds: Tensor, places: Tensor) -> tuple[Tensor]:
             return (self._run(embeds, attention, places.movedim((0, 1), (-2, -1)), cache),)
 
-        outputs = self.replayed(state, given, forward, lambda: self._eager(state, draft))
+        outputs = recorder.run(state, tree, (embeds, places), forward, lambda: self._eager(state, draft))
         return None if outputs is None else outputs[0]
 
     def record(self, asked: bool | None) -> None:
@@ -506,6 +510,10 @@ class ImageAR(RunningTarget):
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         state.cache.slots.commit(outcome.path * _twice(state))
+
+    def finish(self, state: State) -> None:
+        if self.recorder is not None:
+            self.recorder.finish(state.cache.slots, state.request.keep_cache)
 
     def select(self, state: State, keep: list[int]) -> None:
         slots: SlotCache = state.cache.slots
@@ -563,7 +571,10 @@ class ImageAR(RunningTarget):
         if self.widths is not None:
             logits = logits[:, : draft.tree.size]
         logits, uncond, features = self._parts(state, logits, hidden)
-        return Scores(Categorical(constrain(process(logits, draft, state, uncond), draft, state)), features)
+        logits = process(logits, draft, state, uncond)
+        if state.request.fixed is not None:
+            logits = constrain(logits, draft, state)
+        return Scores(Categorical(logits), features)
 
     def _parts(self, state: State, logits: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return conditional logits (B, N, V), unconditional logits under guidance (else None), and the drafter's

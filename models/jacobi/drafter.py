@@ -200,7 +200,7 @@ class Jacobi(Drafter):
 
 
 class Front:
-    """Builds the first places of a window with a trained drafter, level by level, as `drafting.structure.Chain` does a
+    """Builds the first places of a window with a trained drafter, level by level, as `drafting.base.Chain` does a
     chain. Multiplies the drafter's and the window's distributions.
 
     After a rejected code, a window's first guess is the weakest, because it was made for the rejected code. A trained

@@ -34,12 +34,11 @@ from transformers import PreTrainedModel
 
 from visspec import tree as trees
 from visspec.cache import to_device
-from visspec.distributions import categorical
+from visspec.distributions import categorical, topk
 from visspec.io.checkpoint import check_folder, read_tensors, write_folder
 from visspec.models.decoder.target import vocabulary
 from visspec.models.drafting.checkpoint import write_provenance
 from visspec.models.lookup.text_index import INDEXED, LENGTHS, MATCHES, Pointer, TextIndex
-from visspec.ranking import topk
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 SOURCES = ("matches", "answers", "candidates")

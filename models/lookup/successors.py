@@ -15,10 +15,9 @@ from tqdm import tqdm
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.cache import to_device
-from visspec.distributions import categorical
+from visspec.distributions import categorical, topk
 from visspec.loop.decode import open_request
 from visspec.models.lookup.context import CANDIDATES
-from visspec.ranking import topk
 from visspec.types import Draft, Request, Target
 
 NODES = 512  # maximum per pass

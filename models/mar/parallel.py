@@ -7,8 +7,7 @@ import math
 import torch
 
 from visspec.distributions import Denoising
-from visspec.loop.decode import stage
-from visspec.loop.output import VectorBuffer
+from visspec.loop.decode import VectorBuffer, stage
 from visspec.models.mar.target import MARTarget
 from visspec.types import Acceptance, Drafter, Order, Request, Round, State, Target
 
@@ -56,7 +55,7 @@ class ParallelMAR(Order):
             for row in rows:
                 assert isinstance(state.output, VectorBuffer)
                 state.output.held[row].append(known.values[row, count:end])
-                state.output.tell(row, state.output.append(row, list(range(count, end))))
+                state.output.append(row, list(range(count, end)))
                 trace.origin[row] += ["plain"] * more
             passes += [step] * more
             count = end

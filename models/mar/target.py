@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from visspec.distributions import Denoising
-from visspec.loop.output import VectorBuffer
+from visspec.loop.decode import VectorBuffer
 from visspec.models.folders import unpack
 from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import ImageLayout

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from visspec.distributions import Denoising
-from visspec.loop.output import VectorBuffer
+from visspec.loop.decode import VectorBuffer
 from visspec.models.folders import unpack
 from visspec.models.image_codes.target import EncodedPrompt, ImageAR, ImageLayout, grid_of
 from visspec.models.nextstep.flow import flow_schedule, flow_schedule_v11

@@ -2,8 +2,8 @@
 
 A recording is made for a number of cache rows, nodes and slots, and also runs drafts with fewer nodes, whose extra
 results are dropped. Everything else is read from input buffers: ids, positions, the rows' lengths, the tree and the
-padding. From these it computes the slots to write and the arguments of attention: lengths and tree (`ragged`), or a
-mask over all slots of the stores. The stores are pooled (`buffer_pool`): before its first pass a request's keys and
+padding. From these it computes the slots to write and the arguments of attention: a `DraftLayout`, or a mask over all
+slots of the stores. The stores are pooled (`buffer_pool`): before its first pass a request's keys and
 values move into some. Passes beyond the largest bucket run eagerly. If recording fails, a warning says so once.
 Shapes: R cache rows, N nodes, S slots.
 """
@@ -23,9 +23,7 @@ from transformers import PreTrainedModel
 from visspec import replay
 from visspec.cache import SlotCache, to_device
 from visspec.models.attention import rotary
-from visspec.models.attention.draft_attention import STOCK, implementation
-from visspec.models.attention.masks import Masks
-from visspec.models.attention.ragged import DraftLayout
+from visspec.models.attention.draft_attention import STOCK, DraftLayout, Masks, implementation
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.runner.buffer_pool import GraphBufferPool, KVBuffers, capacity, one_line
 from visspec.models.runner.compiled import close, foreign, form

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from visspec.distributions import Maps
-from visspec.loop.output import ScaleBuffer
+from visspec.loop.decode import ScaleBuffer
 from visspec.models.folders import OwnImageModel, unpack
 from visspec.models.image_codes.target import Family, ImageLayout
 from visspec.models.scales.blocks import NextScale

@@ -42,7 +42,7 @@ class RoundNoise(AcceptanceNoise):
         self.read = 0
 
 
-class Block(Acceptance[RoundNoise]):
+class Block(Acceptance):
     """Block verification: exact, for chains. On average it accepts at least as many tokens as `rejection`."""
 
     traits = RuleTraits("exact", judges_draws=True, chains_only=True, whole_chains=True)

@@ -24,7 +24,7 @@ from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, V
 CANDIDATES = 8  # candidates for the residual of a step, needed if deviations are predicted and so differ
 
 
-class Coupled(Acceptance[Normals]):
+class Coupled(Acceptance):
     """Coupling of denoising chains, exact for the declared target.
 
     Args:

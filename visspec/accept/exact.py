@@ -21,7 +21,7 @@ from visspec.tree import above, paths, roots
 from visspec.types import Acceptance, Draft, RuleTraits, Scores, Tree, Verdict
 
 
-class Exact(Acceptance[Gumbel]):
+class Exact(Acceptance):
     """The default rule: exact for greedy decoding and sampling, for chains and trees of point masses."""
 
     traits = RuleTraits("exact")

@@ -24,7 +24,7 @@ from visspec.tree import branch, limit_children
 from visspec.types import Acceptance, Draft, Scores, Tree, Verdict
 
 
-class GraphedRule(Recordings, Acceptance[BufferedNoise]):
+class GraphedRule(Recordings, Acceptance):
     """Runs `rule` as CUDA graphs, one for each of the first `most` shapes. Tests replace `cuda_graph` by `record`."""
 
     def __init__(self, rule: Acceptance, most: int = 16, record: Callable[[Call], tuple] | None = None):

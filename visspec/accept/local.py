@@ -31,7 +31,7 @@ from visspec.tree import above, roots
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
 
-class Local(Acceptance[Gumbel]):
+class Local(Acceptance):
     """Local acceptance of drafted images, approximate. Needs a codebook.
 
     Args:

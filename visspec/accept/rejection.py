@@ -28,7 +28,7 @@ from visspec.tree import above, branch
 from visspec.types import Acceptance, Draft, RuleTraits, Scores, Verdict
 
 
-class Rejection(Acceptance[AcceptanceNoise]):
+class Rejection(Acceptance):
     """Exact rejection sampling. Subclasses relax it by adding probability mass to a drafted token (`mass`)."""
 
     traits = RuleTraits("exact", judges_draws=True)

@@ -24,7 +24,7 @@ from visspec.sampling import ScaleAcceptanceNoise, ScaleGumbel, ScaleNoise
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
 
-class Scales(Acceptance[ScaleNoise]):
+class Scales(Acceptance):
     """Accepts scales with the codes that plain decoding draws, greedy or sampled."""
 
     traits = RuleTraits("exact", chains_only=True, distribution=Maps)

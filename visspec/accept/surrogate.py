@@ -7,7 +7,7 @@ Gaussians of the last step, a drafted value y is accepted with probability
 
 and after a rejection the value is the first of some candidates from p_0 that belongs to the residual [Sigma p_0 -
 q_0]+, or the first candidate if none does. Given the earlier noise, y is a draw from q_0, so with Sigma = 1 the result
-is an exact draw from p_0, for any number of candidates (`couplings.candidate_coupling`). Sigma, meant as the ratio of
+is an exact draw from p_0, for any number of candidates (`denoise.candidate_coupling`). Sigma, meant as the ratio of
 the earlier steps, makes it only approximate. Everything is computed in log space.
 
 The drift is the number of tested nodes whose value is not the one that the same random numbers give with Sigma = 1,
@@ -25,13 +25,13 @@ from torch import Tensor
 
 from visspec.accept import denoise
 from visspec.accept.coupled import accepted_path
-from visspec.accept.couplings import candidate, log_ratios, select_candidate
+from visspec.accept.denoise import candidate, log_ratios, select_candidate
 from visspec.distributions import Denoising, denoising
 from visspec.sampling import Normals
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
 
-class Surrogate(Acceptance[Normals]):
+class Surrogate(Acceptance):
     """The ratio of CSpD, approximate.
 
     Args:

@@ -45,7 +45,7 @@ class Caption:
     tokens: int = 0
     error: str | None = None
     pieces: tuple[tuple[str, str], ...] = ()  # (text, origin) of each token
-    ended: str | None = None  # see `stats.ended_by`
+    ended: str | None = None  # see `stats.finish_reason`
     drift: float = 0.0  # summed over tokens
     rounds: int = 0  # rounds after the prefill
 

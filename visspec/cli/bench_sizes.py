@@ -30,7 +30,7 @@ from visspec.eval.bench.oracle import Oracle, erring
 from visspec.io.options import Positive, Probability, option
 from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
-from visspec.models.attention import ragged
+from visspec.models.attention import draft_attention
 from visspec.models.attention.slot_layers import CACHE
 from visspec.types import Request, State
 
@@ -175,7 +175,9 @@ class SizeCase:
         fast = accelerate(model, drafter, adaptive=adaptive, levels=self.levels, compile=self.compile)
         if attention is not None:
             text, decoder = model.config.get_text_config(), fast.target.decoder
-            fast.target.masks.backend = ragged.choose(decoder, text, "sdpa", model.dtype, model.device, attention)
+            fast.target.masks.backend = draft_attention.choose_backend(
+                decoder, text, "sdpa", model.dtype, model.device, attention
+            )
         return fast
 
     def ids(self, prompt: int) -> Tensor:

@@ -45,7 +45,7 @@ def kernel_lines(cuda: bool) -> list[str]:
     import torch
 
     from visspec.io.provenance import driver_version
-    from visspec.models.attention import ragged
+    from visspec.models.attention import draft_attention
 
     lines, place = [], "torch (no CUDA device)"
     if cuda:
@@ -56,10 +56,10 @@ def kernel_lines(cuda: bool) -> list[str]:
             place = "interpreted (TRITON_INTERPRET=1), for tests only"
         else:
             place = "Triton on CUDA capability {}.{}".format(*torch.cuda.get_device_capability())
-    name, why = ragged.of_device(torch.device("cuda" if cuda else "cpu"), torch.bfloat16)
+    name, why = draft_attention.of_device(torch.device("cuda" if cuda else "cpu"), torch.bfloat16)
     return [
         *lines,
         f"kernels: {place}",
-        f"draft passes of 16-bit models attend by: {ragged.Backend(name, why=why)}",
+        f"draft passes of 16-bit models attend by: {draft_attention.Backend(name, why=why)}",
         f"CUDA graphs: {'recorded on this device where asked for' if cuda else 'none without a CUDA device'}",
     ]

@@ -2,18 +2,19 @@
 
 The same loop serves plain decoding (nothing drafted), text of vision-language models and discrete image tokens. It does
 not depend on model classes: targets, drafters and rules are arguments (`types.Target`, `types.Drafter`,
-`types.Acceptance`). Values and distributions are opaque, and the output is stored in `State.output`. Each round
-synchronises host and device once, in `apply_verdict`. Lengths, paths and rows are copied to the device from pinned
+`types.Acceptance`). Values and distributions are opaque. The output is stored in `State.output`, a `TokenBuffer`, or
+the subclass that the target needs. Each round synchronises host and device once, in `apply_verdict`: a buffer adds what
+it needs to that copy and receives its part of it. Lengths, paths and rows are copied to the device from pinned
 memory, which does not block. A request's processors, stop function and grammar may synchronise as well.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate, pairwise
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch import Tensor
 from visspec import grammar
 from visspec import tree as trees
 from visspec.cache import to_device
+from visspec.distributions import categorical
 from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.types import (
     Acceptance,
@@ -36,8 +38,6 @@ from visspec.types import (
     Verdict,
 )
 
-Part = TypeVar("Part")
-
 
 @torch.inference_mode()
 def decode(
@@ -47,7 +47,7 @@ def decode(
     target are raised. If the drafter fails, its draft is empty (`loop.safe_drafter`).
     """
     state = start(target, drafter, rule, request)
-    while state.live:
+    while state.rows:
         advance(state, target, drafter, rule, length_policy)
         retire(state, target, drafter)
         if request.on_round is not None:
@@ -58,7 +58,7 @@ def decode(
 def start(target: Target, drafter: Drafter | None, rule: Acceptance, request: Request) -> State:
     """Prefill the target and the drafter, and draw the first token of every row."""
     state, scores = open_request(target, rule, request)
-    if drafter is not None and state.live:
+    if drafter is not None and state.rows:
         with stage(state.trace, "draft_prefill"):
             drafter.start(state, scores)
     return state
@@ -70,7 +70,8 @@ def advance(
     """Run one round of all live rows."""
     trace = state.trace
     with stage(trace, "draft"):
-        forced = grammar.draft_forced(state)
+        forces = any([own.row_processors for own in state.request.samplings])
+        forced = grammar.draft_forced(state) if forces else None
         depth = length_policy.depth(state) if forced is None and drafter is not None and state.drafting else 0
         draft = (
             drafter.propose(state, depth)
@@ -78,8 +79,8 @@ def advance(
             else forced or trees.empty_draft(state.pending)
         )
         levels = draft.tree.levels
-        if levels:
-            draft = trees.pad(draft, length_policy.pad(state, draft.tree.size), state.budget - 1)
+        if levels and (size := length_policy.pad(state, draft.tree.size)) > draft.tree.size:
+            draft = trees.pad(draft, size, state.budget - 1)
     trace.nodes = draft.tree.size
     with stage(trace, "verify"):
         scores = target.verify(state, draft)
@@ -123,50 +124,32 @@ def open_request(target: Target, rule: Acceptance, request: Request) -> tuple[St
     return state, scores
 
 
-class Columns(NamedTuple, Generic[Part]):
-    """What a round copies to the host: integer tensors (B, *), or the lists of one row."""
-
-    length: Part  # length of the path
-    path: Part
-    real: Part  # which nodes are real; empty if all are
-    parent: Part  # parents of the nodes; empty for a chain
-    values: Part  # values of the nodes, in the form of the output buffer
-    following: Part  # value of the next node
-
-
-def columns(state: State, draft: Draft, verdict: Verdict) -> Columns[Tensor]:
-    """Return the tensors that a round copies to the host."""
-    tree, nothing = draft.tree, verdict.path[:, :0]
-    return Columns(
-        verdict.length[:, None],
-        verdict.path,
-        nothing if draft.real is None else draft.real,
-        nothing if tree.chain else tree.parent.expand(len(state.rows), -1),
-        *state.output.columns(draft, verdict),
-    )
-
-
 def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) -> Outcome:
     """Copy the verdict to the host (the round's only synchronisation) and append new tokens up to a stop."""
-    tree, output, origin = draft.tree, state.output, state.trace.origin
-    parts = columns(state, draft, verdict)
+    tree, output, origin, nothing = draft.tree, state.output, state.trace.origin, verdict.path[:, :0]
+    parts = (
+        verdict.length[:, None],
+        verdict.path,
+        nothing if draft.real is None else draft.real,  # nothing if all nodes are real
+        nothing if tree.chain else tree.parent.expand(len(state.rows), -1),
+        *output.columns(draft, verdict),
+    )
     ends = [0, *accumulate([part.shape[1] for part in parts])]
     outcome, had_rejection, state.trace.chain = Outcome(path=[], tokens=[]), [], []
     for b, numbers in enumerate(torch.cat(parts, dim=1).tolist()):
-        host = Columns(*[numbers[i:j] for i, j in pairwise(ends)])
-        path = host.path[: host.length[0]]
+        (length,), path, real, parent, values, following = [numbers[i:j] for i, j in pairwise(ends)]
+        path = path[:length]
         end, row = path[-1], state.rows[b]
-        below = range(end + 1, tree.size)[:1] if tree.chain else children(host.parent, end)
-        state.trace.chain.append(len(path) if tree.chain else first_children(host.parent, path))
-        new_tokens = output.new_tokens(path, host.values, host.following)
-        had_rejection.append(any([host.real[n] for n in below]) if host.real else len(below) > 0)
+        below = range(end + 1, tree.size)[:1] if tree.chain else children(parent, end)
+        state.trace.chain.append(len(path) if tree.chain else first_children(parent, path))
+        new_tokens = output.new_tokens(row, path, values, following)
+        had_rejection.append(any([real[n] for n in below]) if real else len(below) > 0)
         last = "corrected" if had_rejection[b] else "bonus" if len(path) > 1 else "plain"
         count = output.append(row, new_tokens)
         origin[row] += [*["drafted"] * (len(path) - 1), last][:count]
         output.record(row, b, path, count, scores)
-        output.tell(row, count)
         outcome.path.append(path)
-        offered = sum(host.real[1:]) if host.real else tree.size - 1
+        offered = sum(real[1:]) if real else tree.size - 1
         outcome.draft_lengths.append(offered if tree.chain else tree.levels)
         outcome.tokens.append(new_tokens)
     if verdict.drift is not None:
@@ -215,3 +198,135 @@ def select(state: State, target: Target, drafter: Drafter | None, keep: list[int
     target.select(state, keep)
     if drafter is not None:
         drafter.select(state, keep)
+
+
+class TokenBuffer:
+    """Output of a request: the tokens of every original row, on the host. Subclasses hold other values, on the device.
+
+    A row ends at an end-of-sequence id, a stop function or the limit. `distributions` and `raw` hold the warped and the
+    raw logits (V,) of every token, if requested with `keep_logits` and `keep_raw`. `finished` holds the rows that have
+    ended.
+    """
+
+    def __init__(self, request: Request, rows: int):
+        self.request = request
+        self.tokens: list[list[int]] = [[] for _ in range(rows)]
+        self.distributions: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.raw: list[list[Tensor]] = [[] for _ in range(rows)]
+        self.finished: set[int] = set()
+
+    def columns(self, draft: Draft, verdict: Verdict) -> tuple[Tensor, Tensor]:
+        """Return what the buffer needs on the host: the ids of all nodes (B, N), and of the next one (B, 1)."""
+        return draft.value, verdict.next[:, None]
+
+    def new_tokens(self, row: int, path: list[int], values: list[int], following: list[int]) -> list[int]:
+        """Return the ids that a row gained: those of its path without the root, then the next one."""
+        return [values[n] for n in path[1:]] + following
+
+    def append(self, row: int, new_tokens: list[int]) -> int:
+        """Add a row's new tokens up to its first stop, as in plain decoding, and call the request's `on_tokens` with
+        them. Returns how many were added.
+        """
+        request, tokens = self.request.of(row)[0], self.tokens[row]
+        before = len(tokens)
+        for token in new_tokens:
+            tokens.append(token)
+            over = token in request.eos or len(tokens) >= request.max_new_tokens
+            if over or (request.stop is not None and request.stop(self.ids(row))):
+                self.finished.add(row)
+                break
+        if request.on_tokens is not None and request.on_tokens(tokens[before:]):
+            self.finished.add(row)
+        return len(tokens) - before
+
+    def record(self, row: int, b: int, path: list[int], count: int, scores: Scores) -> None:
+        """Store the distributions of the tokens just added, if the request asks for them."""
+        nodes = path[:count]
+        if self.request.keep_logits:
+            self.distributions[row].extend(categorical(scores.distribution).logits[b, nodes])
+        if self.request.keep_raw:
+            self.raw[row].extend(scores.aux["raw"][b, nodes])
+
+    def in_raster_order(self, row: int, items: list[Any]) -> list[Any]:
+        """Return items of a row's nodes in the order of `values`."""
+        return items
+
+    def values(self, row: int) -> Tensor:
+        """Return the tokens of an original row, (T,) on the CPU."""
+        return torch.tensor(self.tokens[row], dtype=torch.long)
+
+    def ids(self, row: int) -> Tensor:
+        """Return prompt and tokens of an original row, (1, length)."""
+        request, index = self.request.of(row)
+        new_tokens = torch.tensor([self.tokens[row]], dtype=torch.long, device=request.prompt.device)
+        return torch.cat([request.prompt[index : index + 1], new_tokens], dim=1)
+
+    def join(self, other: TokenBuffer, rows: list[int], places: list[int]) -> None:
+        """Copy rows of another buffer to these places; a place beyond the end is appended."""
+        for row, place in zip(rows, places):
+            if place == len(self.tokens):
+                for kept in (self.tokens, self.distributions, self.raw):
+                    kept.append([])
+            self.tokens[place], self.distributions[place], self.raw[place] = (
+                other.tokens[row],
+                other.distributions[row],
+                other.raw[row],
+            )
+            self.finished.discard(place)
+
+
+class VectorBuffer(TokenBuffer):
+    """Vectors of every original row; a row ends at the limit. `tokens` are their numbers 0, 1, 2, ... in each row.
+    `distributions` and `raw` stay empty, since vectors have no logits.
+    """
+
+    def __init__(self, request: Request, rows: int):
+        super().__init__(request, rows)
+        self.held: list[list[Tensor]] = [[] for _ in range(rows)]  # one entry (gained, d) per round
+        self._round: tuple[Draft, Verdict] | None = None
+
+    def columns(self, draft: Draft, verdict: Verdict) -> tuple[Tensor, Tensor]:
+        """Return nothing for the nodes, and whether the next vector is finite, (B, 1)."""
+        self._round = draft, verdict
+        return verdict.path[:, :0], verdict.next.isfinite().all(dim=-1, keepdim=True).long()
+
+    def new_tokens(self, row: int, path: list[int], values: list[int], following: list[int]) -> list[int]:
+        """Return the numbers of the vectors that a row gained. Raises ValueError if the next one is not finite."""
+        if following == [0]:
+            raise ValueError("model: The head returned a vector that is not finite.")
+        start = len(self.tokens[row])
+        return list(range(start, start + len(path)))
+
+    def record(self, row: int, b: int, path: list[int], count: int, scores: Scores) -> None:
+        """Store the vectors just added, on the device. The path of a chain is a range of its nodes."""
+        assert self._round is not None
+        draft, verdict = self._round
+        self.held[row] += [draft.value[b, 1 : len(path)], verdict.next[b, None]]
+
+    def ids(self, row: int) -> Tensor:
+        """Return the prompt of an original row, (1, length), since vectors have no ids."""
+        return self.request.prompt[row : row + 1]
+
+    def values(self, row: int) -> Tensor:
+        """Return the vectors of an original row, (T, d)."""
+        return torch.cat(self.held[row])[: len(self.tokens[row])]
+
+
+class ScaleBuffer(VectorBuffer):
+    """Maps of codes of every original row, padded to one size. Node k has sizes[k] codes. A row ends at the limit."""
+
+    def __init__(self, request: Request, rows: int, sizes: Sequence[int]):
+        super().__init__(request, rows)
+        self.sizes = sizes
+
+    def columns(self, draft: Draft, verdict: Verdict) -> tuple[Tensor, Tensor]:
+        self._round = draft, verdict
+        return verdict.path[:, :0], verdict.path[:, :0]
+
+    def maps(self, row: int) -> Tensor:
+        """Return the padded maps of an original row, (n, S)."""
+        return torch.cat(self.held[row])[: len(self.tokens[row])]
+
+    def values(self, row: int) -> Tensor:
+        """Return the codes of an original row, map after map."""
+        return torch.cat([codes[:size] for codes, size in zip(self.maps(row), self.sizes)])

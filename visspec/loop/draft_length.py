@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from visspec.types import OWN, DraftLengthPolicy, State, Structure, Trace
+from visspec.types import MAX_NODES, OWN, State, Structure, Trace
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # nodes of a pass that a drafter of nodes may ask for
 WARM_UP = 2  # rounds whose times are ignored because of lazy initialisation
@@ -203,6 +203,38 @@ class Costs:
         drafts = {structure: CostTable(table.seconds) for structure, table in self.drafts.items()}
         passes, counted = CostTable(self.passes.seconds), CostTable(self.counted.seconds)
         return Costs(passes, drafts, counted, rounds=WARM_UP, next_probe=WARM_UP + FIRST_PROBE)
+
+
+class DraftLengthPolicy:
+    """Base class of draft-length policies. `depth` is called before each round, `observe` after
+    it.
+
+    Args:
+        levels: Maximum number of levels.
+    """
+
+    structures: Sequence[Structure] = (OWN,)  # offered by the drafter; the chosen one is `state.trace.structure`
+    counts_nodes, copies = False, 0  # traits of the drafter
+
+    def __init__(self, levels: int = 8):
+        if not isinstance(levels, int) or not 1 <= levels < MAX_NODES:
+            raise ValueError(f"levels: got {levels!r}, expected a whole number from 1 to {MAX_NODES - 1}.")
+        self.levels = levels
+
+    def limit(self, state: State) -> int:
+        """Return the maximum levels of this round's draft. One token of the budget is reserved for the target's own."""
+        return max(min(self.levels, state.budget - 1), 0)
+
+    def depth(self, state: State) -> int:
+        """Return the levels to draft in this round, 0 for none, and store them in `state.trace.requested`."""
+        raise NotImplementedError
+
+    def pad(self, state: State, nodes: int) -> int:
+        """Return a size to which to pad a draft of `nodes` nodes, because a pass of that size is faster."""
+        return nodes
+
+    def observe(self, trace: Trace) -> None:
+        """Process the latest round: `trace.rounds[-1]` and `trace.latest`."""
 
 
 class FixedLength(DraftLengthPolicy):

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from visspec.accept.local import Local
 from visspec.loop.decode import decode, stage
+from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.loop.out_of_order import OutOfOrderDecoder, Places, decode_wavefront
-from visspec.types import Acceptance, Drafter, DraftLengthPolicy, Order, Request, State, Target
+from visspec.types import Acceptance, Drafter, Order, Request, State, Target
 
 
 class Raster(Order):

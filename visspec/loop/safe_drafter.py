@@ -157,8 +157,8 @@ class SafeDrafter(Drafter):
         room = [state.room(row) - 1 for row in state.rows]
         if min(room) < tree.levels:
             real = real & (tree.depth <= to_device(room, value.device)[:, None])
-        value = value.masked_fill(
-            ~real.view(*real.shape, *[1] * (value.dim() - 2)), 0
-        )  # removes ids that a target can't embed
+        hidden = ~real.view(*real.shape, *[1] * (value.dim() - 2))
+        value = value.masked_fill(hidden, 0)  # removes ids that a target can't embed
         value = torch.cat([state.pending[:, None], value[:, 1:]], dim=1)
-        return fill(Draft(value, tree, q, real), state)
+        draft = Draft(value, tree, q, real)
+        return draft if state.request.fixed is None else fill(draft, state)

@@ -121,11 +121,6 @@ def drift_text(drift: float | None) -> str:
     return "not measured" if drift is None else f"{drift:.4f}"
 
 
-def ended_by(state: State, row: int) -> str:
-    """Return why a finished row ended, as `finish_reason` does."""
-    return finish_reason(state.tokens[row], state.request.of(row)[0])
-
-
 def finish_reason(tokens: list[int], request: Request) -> str:
     """Return why a row ended: "eos" (a token that ends text), "length" (max_new_tokens) or "stop" (a criterion)."""
     if tokens[-1] in request.eos:

@@ -34,7 +34,7 @@ class Answer:
 
     id: Any
     tokens: list[int] = field(default_factory=list)
-    ended: str | None = None  # see `stats.ended_by`
+    ended: str | None = None  # see `stats.finish_reason`
     origin: list[str] = field(default_factory=list)  # origin of each token, as in `types.Trace`
     rounds: list[Round] = field(default_factory=list)  # rounds of this row, with the levels of its own drafts
     drift: float = 0.0  # summed over tokens
@@ -158,7 +158,7 @@ class Stream:
             yield from self._admit(queue)
             for lane in self.lanes:
                 yield from self._round(lane)
-            for lane in [lane for lane in self.lanes if not lane.state.live]:
+            for lane in [lane for lane in self.lanes if not lane.state.rows]:
                 self.setup.finish(lane.state)
                 self.lanes.remove(lane)
 

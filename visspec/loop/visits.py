@@ -12,8 +12,44 @@ from typing import Any
 
 import torch
 
+from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.loop.orders import Raster
-from visspec.types import Acceptance, Drafter, DraftLengthPolicy, Request, State, Target
+from visspec.types import Acceptance, Drafter, Request, State, Target
+
+
+@lru_cache(maxsize=64)
+def spread(rows: int, columns: int) -> tuple[int, ...]:
+    """Return the order that draws each code as far as possible from earlier ones; ties in raster order."""
+    place = torch.arange(rows * columns)
+    at = torch.stack([place // columns, place % columns], dim=1)
+    near, order = torch.full((len(place),), rows**2 + columns**2 + 1), [0]
+    for _ in range(len(place) - 1):
+        near = torch.minimum(near, (at - at[order[-1]]).square().sum(dim=1))
+        order.append(int(near.argmax()))
+    return tuple(order)
+
+
+@lru_cache(maxsize=64)
+def halton(rows: int, columns: int) -> tuple[int, ...]:
+    """Return the places in the order of the Halton sequence with bases 2 (rows) and 3 (columns) (Besnier et al.,
+    "Halton scheduler for masked generative image transformer", ICLR 2025).
+    """
+    found: dict[int, None] = {}
+    number = 1
+    while len(found) < rows * columns:
+        found[int(radical_inverse(number, 2) * rows) * columns + int(radical_inverse(number, 3) * columns)] = None
+        number += 1
+    return tuple(found)
+
+
+def radical_inverse(number: int, base: int) -> float:
+    """Mirror the digits of a number at the point: 6 = 110 in base 2 becomes 0.011 = 3 / 8."""
+    value, share = 0.0, 1.0 / base
+    while number:
+        number, digit = divmod(number, base)
+        value += digit * share
+        share /= base
+    return value
 
 
 class VisitOrder(Raster):
@@ -39,23 +75,15 @@ class VisitOrder(Raster):
 
 
 class SpreadOrder(VisitOrder):
-    """Draws each code as far as possible from all earlier ones; ties are resolved in raster order."""
+    """The order `spread`."""
 
-    name = "spread"
-
-    def places(self, rows: int, columns: int) -> Sequence[int]:
-        return spread(rows, columns)
+    name, places = "spread", staticmethod(spread)
 
 
 class HaltonOrder(VisitOrder):
-    """Draws places in the order of the Halton sequence with bases 2 (rows) and 3 (columns) (Besnier et al., "Halton
-    scheduler for masked generative image transformer", ICLR 2025).
-    """
+    """The order `halton`."""
 
-    name = "halton"
-
-    def places(self, rows: int, columns: int) -> Sequence[int]:
-        return halton(rows, columns)
+    name, places = "halton", staticmethod(halton)
 
 
 class ListedOrder(VisitOrder):
@@ -73,36 +101,3 @@ class ListedOrder(VisitOrder):
         if len(self.order) != rows * columns:
             raise ValueError(f"order: got {len(self.order)} places, expected the {rows} * {columns} of the image.")
         return self.order
-
-
-@lru_cache(maxsize=64)
-def spread(rows: int, columns: int) -> tuple[int, ...]:
-    """Compute the farthest-first order of `SpreadOrder`."""
-    place = torch.arange(rows * columns)
-    at = torch.stack([place // columns, place % columns], dim=1)
-    near, order = torch.full((len(place),), rows**2 + columns**2 + 1), [0]
-    for _ in range(len(place) - 1):
-        near = torch.minimum(near, (at - at[order[-1]]).square().sum(dim=1))
-        order.append(int(near.argmax()))
-    return tuple(order)
-
-
-@lru_cache(maxsize=64)
-def halton(rows: int, columns: int) -> tuple[int, ...]:
-    """Compute the order of `HaltonOrder`."""
-    found: dict[int, None] = {}
-    number = 1
-    while len(found) < rows * columns:
-        found[int(radical_inverse(number, 2) * rows) * columns + int(radical_inverse(number, 3) * columns)] = None
-        number += 1
-    return tuple(found)
-
-
-def radical_inverse(number: int, base: int) -> float:
-    """Mirror the digits of a number at the point: 6 = 110 in base 2 becomes 0.011 = 3 / 8."""
-    value, share = 0.0, 1.0 / base
-    while number:
-        number, digit = divmod(number, base)
-        value += digit * share
-        share /= base
-    return value

@@ -20,7 +20,8 @@ from visspec import tree as trees
 from visspec.distributions import categorical
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
-from visspec.types import Acceptance, Draft, Drafter, Outcome, Request, Scores, State, Target, TrainingBatch, Verdict
+from visspec.train.batches import TrainingBatch
+from visspec.types import Acceptance, Draft, Drafter, Outcome, Request, Scores, State, Target, Verdict
 
 
 @dataclass

@@ -36,10 +36,11 @@ from torch.optim import Optimizer
 from visspec.io.checkpoint import read_json
 from visspec.io.files import replacing, write_json
 from visspec.train import losses
+from visspec.train.batches import TrainedDrafter, TrainingBatch
 from visspec.train.capture import capture, split, to
 from visspec.train.options import TrainingOptions
 from visspec.train.store import Store
-from visspec.types import Acceptance, Request, Target, TrainedDrafter, TrainingBatch
+from visspec.types import Acceptance, Request, Target
 
 RUN, OPTIMISER, PROGRESS, PROVENANCE = "run", "optimiser.safetensors", "progress.json", "provenance.json"
 DRAFTER = "drafter"  # folder of the drafter's weights in a checkpoint

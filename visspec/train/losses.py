@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from visspec.types import Rollout
+from visspec.train.batches import Rollout
 
 ELEMENTS = 1 << 24  # maximum number of logits in a chunk: 64 MB in float32
 

@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from visspec.io.files import replacing, same_settings
+from visspec.train.batches import TrainingBatch
 from visspec.train.capture import identity
-from visspec.types import TrainingBatch
 
 SETTINGS = "store.json"
 NUMBERS = ("prompt_length", "lengths", "width", "reach")  # fields of a batch that are not tensors

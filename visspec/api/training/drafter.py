@@ -37,11 +37,12 @@ from visspec.io.provenance import provenance
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.presets import Recipe
+from visspec.train.batches import TrainingBatch
 from visspec.train.capture import AnsweredRequest, capture
 from visspec.train.loop import DRAFTER, PROGRESS, RUN, SingleProcess, Trainer, checkpoint
 from visspec.train.options import TrainingOptions
 from visspec.train.store import Store
-from visspec.types import Request, TrainingBatch
+from visspec.types import Request
 
 NETWORK = ("image_latents", "draft_vocab", "block", "layers", "intermediate", "structure")
 STEPS, STEP_ROWS, GROUP = 2000, 8, 8

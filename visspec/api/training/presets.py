@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from visspec import registry
 from visspec.models.decoder.target import vocabulary
 from visspec.presets import Recipe
-from visspec.types import TrainingBatch
+from visspec.train.batches import TrainingBatch
 
 
 def frequent(batches: Iterable[TrainingBatch], vocab: int, count: int) -> Tensor:

@@ -1,8 +1,10 @@
-"""Structure of drafts as a value, for drafters that build them level by level: chains, trees grown from the drafter's
-distributions (EAGLE-2, OPT-Tree), and static trees (EAGLE-1, node counts per depth). `loop.draft_length` chooses the
-number of levels of a round.
+"""Shared parts of drafters that run a network level by level.
 
-Shapes: B rows, T levels, V vocabulary.
+The structure of their drafts is a value: chains, trees grown from the drafter's distributions (EAGLE-2, OPT-Tree), and
+static trees (EAGLE-1, node counts per depth). `loop.draft_length` chooses the number of levels of a round.
+Drafters on the target's features queue their inputs per request until they process them (`PendingInputs`).
+
+Shapes: B rows, T levels or elements, V vocabulary, D accepted nodes, F features.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from visspec import tree as trees
-from visspec.cache import gather_rows
+from visspec.cache import gather_rows, to_device
 from visspec.distributions import Categorical
 from visspec.models.drafting import static_tree as feature_tree
-from visspec.sampling import sample_distribution, warp
-from visspec.types import OWN, Draft, Drafter, State, Structure
+from visspec.sampling import propose, warp
+from visspec.types import OWN, Draft, Drafter, Outcome, Scores, State, Structure, Verdict
 
 TREES = ("chain", "dynamic", "opt", "eagle")
 
@@ -34,7 +36,7 @@ class Chain:
 
     def __init__(self, state: State, confidence: float = 0.0):
         self.state, self.confidence = state, confidence
-        self.sampling, self.noise, self.pending = state.request.sampling, state.noise, state.pending
+        self.noise, self.pending = state.noise, state.pending
         self.greedy = self.noise is None  # warping does not change the argmax
         self.tokens: list[Tensor] = []
         self.distributions: list[Categorical] = []
@@ -51,7 +53,7 @@ class Chain:
         if self.greedy:
             self.tokens.append(logits_BV.argmax(dim=-1))
             return self.tokens[-1]
-        token_B, q = sample_distribution(Categorical(warp(logits_BV, self.sampling)), self.state, len(self.tokens))
+        token_B, q = propose(logits_BV, self.state, len(self.tokens))
         self.tokens.append(token_B)
         if q is not None:
             self.distributions.append(q)
@@ -190,3 +192,73 @@ def static(tree: str) -> feature_tree.Paths:
     if all(part.isascii() and part.isdigit() for part in tree.split("-")):
         return feature_tree.spread(feature_tree.parse(tree))
     raise ValueError(f"tree: got {tree!r}, expected one of {', '.join(TREES)}, or counts like '4-8-8'.")
+
+
+class PendingInputs:
+    """Base class of a request's memory for drafters on the target's features: queued elements, in blocks of (tokens
+    (B, T) or vectors, features (B, T, F), counts), with counts[b] in row b, padded on the right.
+    """
+
+    def __init__(self) -> None:
+        self.pending_inputs: list[tuple[Tensor, Tensor, list[int]]] = []
+
+    def pop_pending(self) -> tuple[Tensor, Tensor, list[int]]:
+        """Remove and return all queued elements as one block, each row packed to the left."""
+        blocks, self.pending_inputs = self.pending_inputs, []
+        if len(blocks) == 1:
+            return blocks[0]
+        token, feature = (
+            torch.cat([block[0] for block in blocks], dim=1),
+            torch.cat([block[1] for block in blocks], dim=1),
+        )
+        widths = [block[0].shape[1] for block in blocks]
+        parts = [block[2] for block in blocks]
+        totals = [sum(c[b] for c in parts) for b in range(token.shape[0])]
+        if all(min(c) == width for c, width in zip(parts, widths)):
+            return token, feature, totals
+        starts = [sum(widths[:i]) for i in range(len(widths))]
+        kept = [[s + j for s, c in zip(starts, parts) for j in range(c[b])] for b in range(token.shape[0])]
+        longest = max(totals)
+        index = to_device([k + [0] * (longest - len(k)) for k in kept], token.device)
+        rows = torch.arange(token.shape[0], device=token.device)[:, None]
+        return token[rows, index], feature[rows, index], totals
+
+    def select_pending(self, keep: list[int]) -> None:
+        """Keep only these rows, in this order."""
+        self.pending_inputs = [(t[keep], f[keep], [c[b] for b in keep]) for t, f, c in self.pending_inputs]
+
+    def join_pending(self, other: PendingInputs, take: list[int]) -> None:
+        """Add rows of another request."""
+        self.pending_inputs, other.pending_inputs = [self.pop_pending()], [other.pop_pending()]
+        (token, feature, counts), (new_token, new_feature, new_counts) = self.pending_inputs[0], other.pending_inputs[0]
+        width = max(token.shape[1], new_token.shape[1])
+        tokens = torch.cat([_pad(t, width) for t in (token, new_token[take])])
+        features = torch.cat([_pad(f, width) for f in (feature, new_feature[take])])
+        self.pending_inputs = [(tokens, features, counts + [new_counts[b] for b in take])]
+
+
+def prompt_first(token_BT: Tensor, feature_BTF: Tensor, real_BT: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
+    """Move a prompt's padding (where `real_BT` is false) behind its elements. None means that there is no padding."""
+    if real_BT is None:
+        return token_BT, feature_BTF, [token_BT.shape[1]] * len(token_BT)
+    order = (~real_BT).long().argsort(dim=1, stable=True)
+    return token_BT.gather(1, order), gather_rows(feature_BTF, order), real_BT.sum(dim=1).tolist()
+
+
+def accepted_nodes(scores: Scores, verdict: Verdict, outcome: Outcome) -> tuple[Tensor, Tensor, list[int]]:
+    """Return a round's accepted nodes: indices (B, D), the target's features (B, D, F), and each row's count."""
+    assert scores.features is not None
+    counts = [len(path) for path in outcome.path]
+    path_BD = verdict.path[:, : max(counts)].clamp(min=0)
+    return path_BD, gather_rows(scores.features, path_BD), counts
+
+
+def next_tokens(draft: Draft, path_BD: Tensor, verdict: Verdict) -> Tensor:
+    """Return the token after each node of a round's accepted paths, (B, D)."""
+    shifted_BD = torch.cat([path_BD[:, 1:], path_BD[:, -1:]], dim=1)
+    return draft.value.gather(1, shifted_BD).scatter(1, verdict.length[:, None] - 1, verdict.next[:, None])
+
+
+def _pad(x: Tensor, width: int) -> Tensor:
+    """Pad (B, T, ...) with zeros on the right, to `width` elements."""
+    return nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, width - x.shape[1]))
