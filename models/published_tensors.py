@@ -8,7 +8,7 @@ rules and copied into a module strictly, with errors that give a tensor's publis
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -23,6 +23,7 @@ from visspec.io.checkpoint import (
     PICKLE,
     PICKLED,
     Value,
+    check_shapes,
     inside,
     load_strictly,
     read_file,
@@ -59,21 +60,18 @@ def read_all_tensors(path: str | Path) -> dict[str, Tensor]:
     return unwrap_names(tensors, path)
 
 
-def rename_tensor(name: str, rules: Rules) -> str:
-    """Apply all rules to a name, in order. A rule is a pattern and a replacement for re.sub."""
-    for pattern, replacement in rules:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
 def rename(tensors: Mapping[str, Value], rules: Rules, dropped: str = "(?!)") -> dict[str, tuple[str, Value]]:
-    """Map new names to (published name, tensor or its shape). Names whose start matches `dropped` are omitted."""
+    """Map new names to (published name, tensor or its shape). A rule is a pattern and a replacement for `re.sub`; all
+    apply, in order. Names whose start matches `dropped` are omitted.
+    """
     rules = list(rules)
     named: dict[str, tuple[str, Value]] = {}
     for name, tensor in tensors.items():
         if re.match(dropped, name):
             continue
-        new = rename_tensor(name, rules)
+        new = name
+        for pattern, replacement in rules:
+            new = re.sub(pattern, replacement, new)
         if new in named:
             raise ValueError(f"checkpoint: tensors {named[new][0]!r} and {name!r} have the same name in our layout.")
         named[new] = (name, tensor)
@@ -131,6 +129,42 @@ class Weights(dict[str, Tensor]):
         nn.Module.to(module, self.dtype)  # diffusers' own `to` warns about modules kept in float32 even without any
         load_strictly(module, self, self.where, lambda name: self.published.get(name, name))
         return module.eval()
+
+
+def load_published(
+    module: ModuleT,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[], Mapping[str, Tensor]],
+    where: str | Path,
+    dtype: torch.dtype,
+    published: Callable[[str], str] = str,
+    ignored: Collection[str] = (),
+    rebuild: Callable[[], ModuleT] | None = None,
+) -> ModuleT:
+    """Load exactly a file's tensors into a module built on `meta`, and return it on the CPU in evaluation mode.
+
+    Args:
+        module: The module, on `meta`.
+        shapes: The shapes of the file's tensors, compared with the module's before anything is read.
+        read: Reads the tensors, with the names of `shapes`.
+        where: The file or folder, for errors.
+        dtype: The module's dtype.
+        published: The file's name of a tensor of the module.
+        ignored: Names of the file that the module may lack.
+        rebuild: Moves the module to the CPU, if it has buffers that no file holds.
+    """
+    names = {own: published(own) for own in module.state_dict()}
+    owns = {name: own for own, name in names.items()}
+    used = {name: owns.get(name, name) for name in shapes if name in owns or name not in ignored}
+
+    def named(own: str) -> str:
+        return names.get(own, own)
+
+    check_shapes(module, {own: shapes[name] for name, own in used.items()}, where, named)
+    module = (module.to_empty(device="cpu") if rebuild is None else rebuild()).to(dtype)
+    tensors = read()
+    load_strictly(module, {own: tensors[name] for name, own in used.items()}, where, named)
+    return module.eval()
 
 
 @contextmanager

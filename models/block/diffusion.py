@@ -104,7 +104,7 @@ class DiffusionModel(StructuredDrafter):
             raise ValueError(f"tree: got {tree!r} with {self.steps} steps, expected chains.")
 
     def start(self, state: State, scores: Scores) -> None:
-        state.memory = _Prompts(self.words(state.request.prompt, scores.aux.get("attention")))
+        state.memory = self.words(state.request.prompt, scores.aux.get("attention"))
 
     def words(self, prompt_BL: Tensor, attention_BL: Tensor | None) -> list[list[int]]:
         """Return each row's ids without padding and image placeholders."""
@@ -116,7 +116,7 @@ class DiffusionModel(StructuredDrafter):
 
     def propose(self, state: State, depth: int) -> Draft:
         depth = min(self.levels(state, depth), self.block)
-        texts = [state.memory.prompts[row] + list(state.tokens[row]) for row in state.rows]
+        texts = [state.memory[row] + list(state.tokens[row]) for row in state.rows]
         texts = [text if len(text) <= self.reads else [text[0], *text[len(text) - self.reads + 1 :]] for text in texts]
         if self.structure(state).width > 1:
             state.calls["draft_pass"] += 1
@@ -167,11 +167,4 @@ class DiffusionModel(StructuredDrafter):
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         for b, row in zip(take, state.rows[-len(take) :]):
-            state.memory.prompts[row : row + 1] = other.memory.prompts[other.rows[b] :][:1]
-
-
-class _Prompts:
-    """The prompts of a request's rows, without padding and image placeholders."""
-
-    def __init__(self, prompts: list[list[int]]):
-        self.prompts = prompts
+            state.memory[row : row + 1] = other.memory[other.rows[b] :][:1]

@@ -21,17 +21,15 @@ from visspec.models.layers import over_vocabulary
 Below = Callable[[int, Tensor], Tensor]
 KINDS = ("vanilla", "gated", "rnn")
 SELECTOR = {"selector_rank": 256, "selector_top_k": 16}  # published values
-PUBLISHED = {  # published module names -> attributes of `Spark` and `CandidateSelector`
-    "candidate_selector": "",
-    "candidate_selector.hidden_projection": "hidden_projection",
-    "markov_head.markov_w1": "markov.down",
-    "markov_head.markov_w2": "markov.up",
-    "markov_head.gate_proj": "markov.gate",
-    "markov_head.joint_proj": "markov.joint",
-    "confidence_head.proj": "confidence.linear",
+PUBLISHED = {  # attributes of `Spark` and `CandidateSelector` -> published module names
+    "": "candidate_selector",
+    "hidden_projection": "candidate_selector.hidden_projection",
+    "markov.down": "markov_head.markov_w1",
+    "markov.up": "markov_head.markov_w2",
+    "markov.gate": "markov_head.gate_proj",
+    "markov.joint": "markov_head.joint_proj",
+    "confidence.linear": "confidence_head.proj",
 }
-WRITTEN = {own: name for name, own in PUBLISHED.items()}
-PREFIXES = ("candidate_selector.", "markov_head.", "confidence_head.", "prefix_gru.", "embed_proj.")
 
 
 class Markov(nn.Module):
@@ -91,12 +89,9 @@ class Sequential(nn.Module):
 
     remembers = False  # a place's distribution depends on more than the token before it, which rules out trees
     candidates = 0  # number of tokens kept per place; 0: all
-
-    def begun(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
-        """Start a draft, given logits and hidden states of the pass. Returns a function to be called for the places in
-        turn: from a place's index and the tokens above it (B, W) to the logits of its distributions, (B, W, V).
-        """
-        raise NotImplementedError
+    # (logits (B, K, V) and hidden states (B, K, d) of a pass): a function to be called for the places in turn, from a
+    # place's index and the tokens above it (B, W) to the logits of its distributions, (B, W, V)
+    begun: Callable[[Tensor, Tensor], Below]
 
     def likeliest(self, logits_BKV: Tensor, hidden_BKd: Tensor, token_B: Tensor) -> Tensor | None:
         """Return the chain (B, K) of each place's likeliest token, if that is possible without a sequential walk."""
@@ -288,7 +283,7 @@ def entries(head: Sequential | None, anchor: bool) -> dict[str, Any]:
     }
 
 
-def published_name(name: str, names: dict[str, str]) -> str:
-    """Rename a tensor by renaming the module that holds it."""
+def published_name(name: str) -> str:
+    """Return the published name of a head's tensor."""
     module, _, tensor = name.rpartition(".")
-    return ".".join(filter(None, (names.get(module, module), tensor)))
+    return f"{PUBLISHED.get(module, module)}.{tensor}"

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from visspec.io.checkpoint import Value, shorten, unwrap_names
+from visspec.io.checkpoint import Value, read_tensors, shorten, unwrap_names
 from visspec.models.layers import OPTIONAL_FACTORS, ROPE_SCALINGS, depth
 
 VERSION = "0.9.0"  # version of speculators whose layout is written
 
 
 def strip_prefix(tensors: Mapping[str, Value], folder: Path) -> dict[str, Value]:
-    """Return a drafter's tensors, or their shapes, without the prefixes of wrappers and without `model.`. Raises
-    ValueError if two get the same name.
+    """Return a drafter's tensors, or their shapes, without the prefixes of wrappers, without `model.` and without the
+    `logit_head.` of early files of SpecForge. Raises ValueError if two get the same name.
     """
-    stripped = unwrap_names(tensors, folder)
+    stripped = {name.removeprefix("logit_head."): value for name, value in unwrap_names(tensors, folder).items()}
     if "model.fc.weight" not in stripped:
         return stripped
     bare = {name.removeprefix("model."): value for name, value in stripped.items()}
@@ -29,11 +29,23 @@ def strip_prefix(tensors: Mapping[str, Value], folder: Path) -> dict[str, Value]
     return bare
 
 
+def read_stripped(folder: Path) -> dict[str, Tensor]:
+    """Read a drafter's tensors, named by `strip_prefix`."""
+    return strip_prefix(read_tensors(folder), folder)
+
+
 def entry(folder: Path, data: dict, name: str, kind: type) -> Any:
     if type(data.get(name)) is not kind:
         words = {int: "a whole number", dict: "an object", list: "a list"}[kind]
         raise ValueError(f"drafter: {name} of {folder} is {shorten(data.get(name))}, expected {words}")
     return data[name]
+
+
+def check_entries(folder: Path, entries: Mapping[str, Any], expected: Mapping[str, object]) -> None:
+    """Raise ValueError if an entry is present with another value than expected."""
+    for name, value in expected.items():
+        if (found := entries.get(name)) is not None and found != value:
+            raise ValueError(f"drafter: {name} of {folder} is {shorten(found)}, expected {value!r}")
 
 
 def object_of(value: object) -> dict:

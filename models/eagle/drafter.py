@@ -291,10 +291,8 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         attend = partial(memory.attend, drafted=done + width)
         return self.layer.after_attention(x_Nd.view(rows, width, -1)[:, -1], query_BKHE[:, -1], attend)
 
-    def _spread(self, feature: Tensor) -> Tensor:
-        return self.head.spread(feature)
-
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """Return logits (..., V) over `ids` of predicted features (..., d), with the weights being trained."""
         read = self.head.decodable(states)
         return self.head.lm_head(read) if self.config.draft_vocab else head_logits(self.lm_head, read, self.dtype)
 

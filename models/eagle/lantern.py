@@ -14,29 +14,22 @@ Shapes: B rows, R = B or 2 B rows of the memory, L prompt, d hidden size, V ids.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from visspec.io.checkpoint import (
-    CONFIG,
-    check_folder,
-    check_shapes,
-    load_strictly,
-    read_json,
-    read_shapes,
-    read_tensors,
-    shorten,
-)
+from visspec.io.checkpoint import CONFIG, check_folder, read_json, read_shapes, shorten
 from visspec.models.drafting.checkpoint import sentence_of
-from visspec.models.drafting.published_config import strip_prefix
+from visspec.models.drafting.published_config import read_stripped, strip_prefix
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter, ImageMemory
 from visspec.models.eagle.layout import layer_fields
 from visspec.models.image_codes.target import Family
+from visspec.models.published_tensors import load_published
 from visspec.types import Scores, State
 
 GRIDS = {"c2i": 24, "t2i": 16, "t2i2": 32}  # `input_type` of a LlamaGen drafter: side of its images in codes
@@ -79,9 +72,7 @@ class LanternDrafter(ImageFeatureDrafter):
         cls.check_target(config, family)
         with torch.device("meta"):
             head = EagleHead(config)
-        check_shapes(head, shapes, root)
-        head = head.to_empty(device="cpu").to(next(family.decoder.parameters()).dtype)
-        load_strictly(head, strip_prefix(read_tensors(root), root), root)
+        head = load_published(head, shapes, partial(read_stripped, root), root, next(family.decoder.parameters()).dtype)
         if config.positions == "grid":
             halve(head)
         return cls(head, family, **options)  # type: ignore[arg-type]

@@ -226,11 +226,6 @@ class DraftLayer(nn.Module):
         """
         return self.head.after_attention(x_N, query_NHE, attend)
 
-    def keys_values(self, x_BTX: Tensor, turn_BTC: Tensor) -> Tensor:
-        """Return rotated keys and values of a prompt's layer inputs, (B, T, 2K, E)."""
-        rows, width = x_BTX.shape[:2]
-        return self.project(x_BTX.flatten(0, 1), rows, width, turn_BTC)[:, :, self.heads :]
-
     def read(
         self,
         memory: FeatureMemory,

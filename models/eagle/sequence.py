@@ -78,20 +78,12 @@ def plan(
                     entries += [(0, max(s, first), 1 + count * latents + q, image) for q, s in enumerate(places)]
         rows.append(entries)
         newest.append(image)
-    return packed_rows(rows, newest, runs, len(ids[0]))
-
-
-def packed_rows(
-    rows: list[list[tuple[int, int, int, int]]], newest: list[int], runs: list, prompt: int
-) -> PromptLayout:
-    """Return the layout of rows of (token, slot, latent, image)."""
     width = max(map(len, rows), default=0)
     padded = [r + [(0, 0, 0, 0)] * (width - len(r)) for r in rows]
     index = torch.tensor(padded, dtype=torch.long).reshape(len(rows), width, 4)
     token_BT, slot_BT, latent_BT, image_BT = index.unbind(-1)
-    return PromptLayout(
-        [len(r) for r in rows], token_BT, slot_BT, latent_BT, image_BT, torch.tensor(newest), runs, prompt
-    )
+    lengths, last_image = [len(r) for r in rows], torch.tensor(newest)
+    return PromptLayout(lengths, token_BT, slot_BT, latent_BT, image_BT, last_image, runs, len(ids[0]))
 
 
 def extend(layout: PromptLayout, prompt_length: int, answers: list[int]) -> PromptLayout:
@@ -164,12 +156,6 @@ def layer_inputs(
         return text
     latent = layout.latent.to(device)
     return torch.where((latent > 0)[..., None], latents[latent], text)
-
-
-def pick(x_BL: Tensor, index_BT: Tensor) -> Tensor:
-    """Return x[b, index[b, t]] for x of shape (B, L) or (B, L, ...)."""
-    index = index_BT.to(x_BL.device)
-    return x_BL[torch.arange(x_BL.shape[0], device=x_BL.device)[:, None], index]
 
 
 def positions_at(positions: Tensor, layout: PromptLayout, rows: int, section: tuple[int, ...]) -> Tensor:

@@ -10,11 +10,15 @@ from typing import ClassVar
 
 from diffusers import VQModel
 
-from visspec.models.codecs.vq_layout import load_llamagen_vq
-from visspec.models.codecs.vqgan import ImageCodec, settings_of
+from visspec.models.codecs.vq_layout import ImageCodec, load_llamagen_vq, settings_of
 from visspec.models.folders import OwnImageModel, PartsConfig
 from visspec.models.llamagen.network import GUIDANCE, SIZES, LlamaGen, LlamaGenConfig, RandAR
 from visspec.models.published_tensors import Weights
+
+IMAGENET = 1000  # number of classes of the published models
+QUERIES = "pos_instruct_embeddings"
+TOP_K = {"class": 2000, "caption": 1000}  # from the published sampling scripts
+NOT_WEIGHTS = r"freqs_cis$|causal_mask$|layers\.\d+\.attention\.kv_cache\."
 
 
 class LlamaGenImageConfig(PartsConfig):
@@ -54,12 +58,6 @@ class RandARClassModel(LlamaGenImageModel):
 
     config_class = RandARClassConfig
     network = RandAR
-
-
-IMAGENET = 1000  # number of classes of the published models
-QUERIES = "pos_instruct_embeddings"
-TOP_K = {"class": 2000, "caption": 1000}  # from the published sampling scripts
-NOT_WEIGHTS = r"freqs_cis$|causal_mask$|layers\.\d+\.attention\.kv_cache\."
 
 
 def load_llamagen(path: str | Path, grid: int | None = None, heads: int | None = None) -> LlamaGen:

@@ -13,12 +13,14 @@ import torch
 from diffusers import AutoencoderKL
 from transformers import PreTrainedConfig
 
-from visspec.models.codecs.vq_layout import load_kl
-from visspec.models.codecs.vqgan import settings_of
+from visspec.models.codecs.vq_layout import load_kl, settings_of
 from visspec.models.folders import OwnImageModel
 from visspec.models.mar.network import GUIDANCE, MAR, SIZES, MARConfig
 from visspec.models.published_tensors import Weights
 from visspec.models.vectors.diffusion_head import Schedule, schedule
+
+SCALING = 0.2325  # scaling factor of the published latents
+HEAD = "diffloss.net."
 
 
 class MARImageConfig(PreTrainedConfig):
@@ -74,13 +76,6 @@ class MARImageModel(OwnImageModel):
         """Return the steps of a token's chain, by default `denoising_steps`, with noise in the last one."""
         plan = schedule(self.config.denoising_steps if steps is None else steps, learned=True)
         return replace(plan, predicts=self.config.predicts)
-
-
-load = MARImageModel.read
-
-
-SCALING = 0.2325  # scaling factor of the published latents
-HEAD = "diffloss.net."
 
 
 def load_mar(path: str | Path, heads: int | None = None) -> MAR:

@@ -14,11 +14,28 @@ from diffusers import AutoencoderKL
 from transformers import Qwen2Config
 
 from visspec.io.checkpoint import check_positive, read_json
-from visspec.models.codecs.vq_layout import load_kl
-from visspec.models.codecs.vqgan import settings_of
+from visspec.models.codecs.vq_layout import load_kl, settings_of
 from visspec.models.folders import OwnImageModel, PartsConfig
 from visspec.models.nextstep.network import GUIDANCE, NextStep, NextStepConfig
 from visspec.models.published_tensors import Rules, Weights, one_sentence
+
+RULES: Rules = ((r"^(embed_tokens|layers|norm)\.", r"model.\1."),)
+HEAD, TABLE = "image_head.net.", "gen_pos_embed"
+# the text head, which is not used for images, and tables that are computed
+NOT_WEIGHTS = r"lm_head\.|.*rotary_emb\."
+DECODER_FIELDS = (  # entries not implied by shapes, with the same names in transformers
+    "num_attention_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",  # replaces the two above in transformers 5
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+PATCH = ("latent_patch_size", "patch_size")  # names in configurations of the first release and of 1.1
 
 
 class NextStepImageConfig(PartsConfig):
@@ -41,25 +58,6 @@ class NextStepImageModel(OwnImageModel):
         sizes, decoder = NextStepConfig(**network["sizes"]), Qwen2Config.from_dict(network["decoder"])
         self.net, self.codec = NextStep(sizes, decoder, network["normalised"]), AutoencoderKL(**config.codec)
         self.post_init()
-
-
-RULES: Rules = ((r"^(embed_tokens|layers|norm)\.", r"model.\1."),)
-HEAD, TABLE = "image_head.net.", "gen_pos_embed"
-# the text head, which is not used for images, and tables that are computed
-NOT_WEIGHTS = r"lm_head\.|.*rotary_emb\."
-DECODER_FIELDS = (  # entries not implied by shapes, with the same names in transformers
-    "num_attention_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",  # replaces the two above in transformers 5
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
-PATCH = ("latent_patch_size", "patch_size")  # names in configurations of the first release and of 1.1
 
 
 def load_nextstep(folder: str | Path, normalised: bool) -> NextStep:

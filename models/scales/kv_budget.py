@@ -49,10 +49,6 @@ class CacheBudget:
         return all(row == scales.begins[1:-1] for row in self.tokens)
 
     @classmethod
-    def full(cls, scales: ScaleSizes, depth: int, window: int = WINDOW) -> CacheBudget:
-        return cls((scales.begins[1:-1],) * depth, window)
-
-    @classmethod
     def allot(
         cls,
         selectivity_DK: Tensor,
@@ -87,11 +83,6 @@ class CacheBudget:
             for layer in range(depth):
                 rows[layer][k] = min(scales.begins[k + 1], extra) if layer in loose else refined
         return cls(tuple(map(tuple, rows)), window)
-
-    def bytes(self, model: NextScale, rows: int) -> list[int]:
-        """Return the bytes of keys and values after each scale, for all layers and rows."""
-        each = 2 * model.config.width * rows * model.pos_start.element_size()
-        return [each * sum(row[k] for row in self.tokens) for k in range(len(self.tokens[0]))]
 
 
 def _lowest(selectivity_DJ: Tensor, count: int) -> list[tuple[int, int]]:

@@ -19,7 +19,7 @@ from visspec.distributions import Maps
 from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.reading import ConditionState, Mark
 from visspec.models.scales.target import ScaleImages, check_alike
-from visspec.models.var.layout import VARImageModel, check_codebook, load
+from visspec.models.var.layout import VARImageModel, check_codebook
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 
@@ -41,7 +41,7 @@ class SmallVAR(Drafter):
         Args:
             target: A model, for its device, dtype and codebook.
         """
-        model: Any = load(folder, target.dtype)
+        model: Any = VARImageModel.read(folder, target.dtype)
         model = model.to(target.device)
         if isinstance(target, VARImageModel):
             check_codebook("drafter", model, target)

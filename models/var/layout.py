@@ -23,6 +23,10 @@ from visspec.models.published_tensors import Weights, read_all_tensors, rename
 from visspec.models.scales.multiscale import GROUPS, MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.var.network import GUIDANCE, VAR, VARConfig
 
+NOT_WEIGHTS = r"attn_bias_for_masking$"  # follows from the scales
+NOT_VQ_WEIGHTS = r"quantize\.ema_vocab_hit_SV$"  # a histogram of used codes
+SMOOTH = "quantize.quant_resi.qresi_ls."
+
 
 class VARImageConfig(PreTrainedConfig):
     """network: sizes, see `VARConfig`, without codes (the autoencoder's) and scales. grids: rows and columns of each
@@ -87,14 +91,6 @@ def check_codebook(name: str, other: VARImageModel, model: VARImageModel) -> Non
     own, theirs = (one.autoencoder.quantize.embedding.weight for one in (other, model))
     if not same_table(own, theirs, 1e-3):
         raise ValueError(f"{name}: got a model with another codebook, expected the model's {len(theirs)} codes.")
-
-
-load = VARImageModel.read
-
-
-NOT_WEIGHTS = r"attn_bias_for_masking$"  # follows from the scales
-NOT_VQ_WEIGHTS = r"quantize\.ema_vocab_hit_SV$"  # a histogram of used codes
-SMOOTH = "quantize.quant_resi.qresi_ls."
 
 
 def load_var(path: str | Path) -> VAR:

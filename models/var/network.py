@@ -46,11 +46,6 @@ class VARConfig:
     hidden: int | None = None  # width of the blocks' MLPs; default 4 width
     shared: bool = False
 
-    @classmethod
-    def of(cls, depth: int, scales: ScaleSizes, shared: bool = False) -> VARConfig:
-        """Return a published size: d16, d20, d24, d30 or d36."""
-        return cls(64 * depth, depth, depth, scales, shared=shared)
-
 
 class VARBlock(nn.Module):
     """A transformer block whose norms are modulated by the class, either by its own layer or shared with an offset."""

@@ -54,6 +54,12 @@ def check_wholes(name: str, values: object, low: int, high: int, most: int = 102
     return tuple(values)
 
 
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise ValueError if a value is not one of these."""
+    if value not in choices:
+        raise ValueError(f"{name}: got {shorten(value)}, expected one of {', '.join(choices)}.")
+
+
 def check_positive(name: str, value: Any) -> None:
     """Raise ValueError if an entry of a configuration is not a finite number above 0."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
