@@ -114,8 +114,10 @@ def load(folder: str | Path, model: PreTrainedModel, **options: Any) -> Drafter:
 
 
 def assistant(spec: PreTrainedModel, model: PreTrainedModel, **options: Any) -> Drafter:
-    """Return the drafter that runs a loaded model for `model`. options: those of its class. Raises ValueError if the
-    two do not fit.
+    """Return the drafter that runs a loaded model for `model`. Raises ValueError if the two do not fit.
+
+    Args:
+        options: Those of its class.
     """
     config = getattr(spec, "config", None)
     if all(hasattr(config, name) for name in dflash.NEEDED):
@@ -136,6 +138,6 @@ def load_assistant(folder: Path, data: dict, model: PreTrainedModel, **options: 
     kind = getattr(transformers, named[0], None) if named and isinstance(named[0], str) else None
     if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
         label = shorten(named[0]) if named else "no architectures"
-        raise ValueError(f"drafter: {folder} names {label}, expected a model class of transformers")
+        raise ValueError(f"drafter: {folder} names {label}, expected a model class of transformers.")
     spec = load_exactly(kind, "drafter", folder, dtype=model.dtype, local_files_only=True)
     return assistant(spec.to(model.device).eval(), model, **options)

@@ -114,7 +114,7 @@ def test_options_that_make_no_sense_are_refused():
         with one_sentence(said):
             visspec.accelerate(model_of("llama"), name)
     for option, most in (("width", 32), ("nodes", 1023)):
-        with pytest.raises(ValueError, match=f"^{option}: got 100000, expected a whole number from 1 to {most}$"):
+        with pytest.raises(ValueError, match=rf"^{option}: got 100000, expected a whole number from 1 to {most}\.$"):
             FeatureDrafting(None, None, None, torch.zeros(1), **{"width": 1, "nodes": 1, option: 100000})
     with pytest.raises(ValueError, match="drafter: got Janus, expected a text model"):
         janus_pair(LayerSkip(), registry.rule("exact"))

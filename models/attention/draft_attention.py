@@ -115,8 +115,11 @@ def attend_by_tree(
     plain: bool,
     scaling: float | None,
 ) -> tuple[Tensor, Any]:
-    """Attend from (B, H, N, E) queries to (B, K, S, E) keys: (B, N, H, E). plain: attention is only a softmax over
-    keys. stock(mask): transformers' own function, used otherwise, and if ours fails.
+    """Attend from (B, H, N, E) queries to (B, K, S, E) keys: (B, N, H, E).
+
+    Args:
+        plain: Whether attention is only a softmax over keys.
+        stock: transformers' own function of a mask, used otherwise, and if ours fails.
     """
     why = "attention that is more than a softmax over keys"
     if plain:
@@ -273,11 +276,15 @@ def choose_backend(
     wanted: str | None = None,
 ) -> Backend:
     """Choose the backend of a decoder: `wanted`, or else the device's, provided that all layers attend to all keys with
-    a registered attention function. text: its configuration, attention: the function's name.
+    a registered attention function.
+
+    Args:
+        text: Its configuration.
+        attention: The function's name.
     """
     name, why = of_device(device, dtype) if wanted is None else (wanted, "")
     if name not in WORDS:
-        raise ValueError(f"attention: got {name!r}, expected one of {', '.join(WORDS)}")
+        raise ValueError(f"attention: got {name!r}, expected one of {', '.join(WORDS)}.")
     if name == MASK:
         return Backend(MASK, why=why)
     kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
@@ -416,8 +423,10 @@ class IncrementalMask:
 
 
 def laid(bias: Tensor, steady: bool) -> Tensor:
-    """Lay out a mask for attention. steady: copy it so that strides depend on the shape alone, which lets one graph
-    serve all masks.
+    """Lay out a mask for attention.
+
+    Args:
+        steady: Whether to copy it, so that strides depend on the shape alone, which lets one graph serve all masks.
     """
     if not bias.is_cuda:
         return contiguous_copy(bias) if steady else bias
@@ -426,8 +435,10 @@ def laid(bias: Tensor, steady: bool) -> Tensor:
 
 
 def align_mask(bias: Tensor, spare: bool = False) -> Tensor:
-    """Copy the mask to aligned rows, because SDPA selects wide loads by strides only. spare: always make the allocated
-    rows longer than the visible part.
+    """Copy the mask to aligned rows, because SDPA selects wide loads by strides only.
+
+    Args:
+        spare: Whether to make the allocated rows longer than the visible part in any case.
     """
     seen = bias.shape[-1]
     width = (seen // 8 + 1) * 8 if spare else -(-seen // 8) * 8

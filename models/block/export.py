@@ -32,9 +32,12 @@ SIZES = (
 
 
 def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | None = None) -> None:
-    """Write a block drafter in a published form. verifier: name or path of the target, for speculators.
+    """Write a block drafter in a published form.
 
     Raises ValueError if the form cannot represent the drafter.
+
+    Args:
+        verifier: Name or path of the target, for speculators.
     """
     check_form(drafter, form)
     form = "speculators" if form == "dspark" else form
@@ -63,17 +66,17 @@ def check_form(drafter: BlockModel, form: str) -> None:
     walks["speculators"] = (CandidateSelector, Spark, type(None))
     if not isinstance(block.sequential, walks.get(form, type(None))):
         kind = "no sequential head" if block.sequential is None else f"a {type(block.sequential).__name__} head"
-        raise ValueError(f"form: got a drafter with {kind}, which {form!r} cannot represent, expected another form")
+        raise ValueError(f"form: got a drafter with {kind}, which {form!r} cannot represent, expected another form.")
     for name in ("anchor", "head", "embed", "scale", "multiplier", "softcap"):
         if name not in only.get(form, ("anchor", "head")) and getattr(block, name) != getattr(plain, name):
-            raise ValueError(f"form: got a drafter with {name} for {form!r}, expected one without")
+            raise ValueError(f"form: got a drafter with {name} for {form!r}, expected one without.")
     if form in ("speculators", "dspark") and depth(drafter.model) in drafter.traits.feature_layers:
-        raise ValueError(f"form: {form!r} cannot represent a drafter that reads the state after the last layer")
+        raise ValueError(f"form: {form!r} cannot represent a drafter that reads the state after the last layer.")
     if "sliding_attention" in drafter.kinds:
         if block.from_anchor != (form in ("speculators", "dspark")):
-            raise ValueError(f"form: got windows that are not those of {form!r}, expected layers of full attention")
+            raise ValueError(f"form: got windows that are not those of {form!r}, expected layers of full attention.")
         if form == "transformers" and (block.causal or drafter.reach != drafter.window):
-            raise ValueError("form: got causal windows for 'transformers', expected layers of full attention")
+            raise ValueError("form: got causal windows for 'transformers', expected layers of full attention.")
 
 
 def form_for(drafter: BlockModel) -> str:

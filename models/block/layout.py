@@ -58,10 +58,13 @@ def read(
     nodes: int = 24,
     causal: bool | None = None,
 ) -> BlockModel:
-    """Load a published checkpoint as a drafter, in the target's dtype. data, shapes: its configuration and the headers
-    of its tensors. causal: whether windows hide later places of the block, if the checkpoint does not say.
+    """Load a published checkpoint as a drafter, in the target's dtype.
 
     Raises ValueError, before it reads weights, unless the tensors are exactly those of the form and of this target.
+
+    Args:
+        data, shapes: Its configuration and the headers of its tensors.
+        causal: Whether windows hide later places of the block, if the checkpoint does not say.
     """
     parts: Any = nn.Module()
     table = cast(Tensor, model.get_input_embeddings().weight)
@@ -69,13 +72,13 @@ def read(
         config, block = config_of(folder, form, data, model, causal)
         vocab = entry(folder, layer_of(folder, form, data), "vocab_size", int)
         if vocab != vocabulary(model):
-            raise ValueError(f"drafter: made for a target of vocabulary {vocab}, got a model of {vocabulary(model)}")
+            raise ValueError(f"drafter: made for a target of vocabulary {vocab}, got a model of {vocabulary(model)}.")
         few = (data.get("draft_vocab_size") or vocab) if form == "speculators" else 0
         network = DFlash2Model if algorithm(form, data) == "dflash2" else MuseGlimmerAssistantModel
         parts.assistant, parts.own = network(config), _own(form, shapes, config.hidden_size, few, vocab)
         parts.head = sequential_of(folder, algorithm(form, data), entries_of(form, data), vocab, few, table)
     if network is DFlash2Model and 0 < few < vocab:
-        raise ValueError(f"drafter: draft_vocab_size of {folder} is {few}, expected {vocab} for a selector")
+        raise ValueError(f"drafter: draft_vocab_size of {folder} is {few}, expected {vocab} for a selector.")
     ignored = {"speculators": (*OF_THE_TARGET, *OWN_HEAD), "deepspec": COPIES}.get(form, ())
     tensors = partial(read_stripped, folder)
 
@@ -150,7 +153,7 @@ def _kinds(folder: Path, layer: dict, count: int) -> list[str]:
     kinds = list_of(layer.get("layer_types")) or ["full_attention"] * count
     windows = layer.get("use_sliding_window") and "layer_types" not in layer
     if len(kinds) != count or any(kind not in KINDS for kind in kinds) or windows:
-        raise ValueError(f"drafter: layer_types of {folder} is {shorten(kinds)}, expected {count} {', '.join(KINDS)}")
+        raise ValueError(f"drafter: layer_types of {folder} is {shorten(kinds)}, expected {count} {', '.join(KINDS)}.")
     return kinds
 
 
@@ -166,13 +169,13 @@ def _layers(folder: Path, form: str, said: dict, layers: int, count: int) -> lis
     ids = check_wholes(name, layer_ids, 0, MOST_LAYERS)
     if not ids or (wrong := [i for i in ids if not low <= i < layers]):
         problem = f"layer {wrong[0]}" if ids else "none"
-        raise ValueError(f"drafter: {name} of {folder} names {problem}, expected some of {low}..{layers - 1}")
+        raise ValueError(f"drafter: {name} of {folder} names {problem}, expected some of {low}..{layers - 1}.")
     return [i - low for i in ids]
 
 
 def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, causal: bool | None) -> DFlashVariant:
     if causal is not None and not isinstance(causal, bool):
-        raise ValueError(f"causal: got {shorten(causal)}, expected true or false")
+        raise ValueError(f"causal: got {shorten(causal)}, expected true or false.")
     spark = form in ("dspark", "deepspec") or said.get("speculators_model_type") == "dspark"
     anchor = bool(said.get("shift_label" if form == "domino" else "sample_from_anchor", spark))
     if form == "speculators":
@@ -181,7 +184,7 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, c
         return DFlashVariant(anchor=anchor, causal=hides, reach=window, from_anchor=True, index=True, raw=True)
     own = said.get("is_causal", said.get("causal"))  # keys of z-lab and of ModelOpt, for all layers
     if own and "full_attention" in kinds:
-        raise ValueError(f"drafter: is_causal of {folder} is true, expected false for layers of full attention")
+        raise ValueError(f"drafter: is_causal of {folder} is true, expected false for layers of full attention.")
     if own is None and causal is None and "sliding_attention" in kinds:
         warnings.warn(
             f"drafter: {folder} does not say whether its windows hide later places of a block. They do here, as in"

@@ -81,7 +81,7 @@ class Chameleon(Family):
         self.decoder, mapping = model.model, model.model.vocabulary_mapping
         self.token_ids: dict[str, int] = mapping.vocab_map
         if any(name.startswith(MOVQGAN) for name in self.token_ids):
-            raise ValueError("model: got the codes of MoVQGAN (Lumina-mGPT 2.0), expected Chameleon's own")
+            raise ValueError("model: got the codes of MoVQGAN (Lumina-mGPT 2.0), expected Chameleon's own.")
         codes = mapping.img2bpe_mapping_tensor.long()
         ends = [name for name in (self.style.row_end, self.style.end) if name]
         self.codes, self.grammar = len(codes), len(ends)
@@ -103,9 +103,9 @@ class Chameleon(Family):
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         style, height, width = self.style, height or self.style.size, width or self.style.size
         if not style.step and (height, width) != (style.size, style.size):
-            raise ValueError(f"height, width: got {height} x {width}, expected {style.size} x {style.size}")
+            raise ValueError(f"height, width: got {height} x {width}, expected {style.size} x {style.size}.")
         if style.step and any(side % style.step or not 0 < side <= LARGEST for side in (height, width)):
-            raise ValueError(f"height, width: got {height} x {width}, expected multiples of {style.step} to {LARGEST}")
+            raise ValueError(f"height, width: got {height} x {width}, expected multiples of {style.step} to {LARGEST}.")
         ids = iter(range(self.codes, self.codes + self.grammar))
         row_end, end = (next(ids) if name else None for name in (style.row_end, style.end))
         tail = () if end is None else (end,)

@@ -57,7 +57,7 @@ class ImageCodec:
         rows, columns = grid
         codes = self.codebook.shape[0]
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < codes:
-            raise ValueError(f"tokens: got {int(tokens.min())}..{int(tokens.max())}, expected codes 0..{codes - 1}")
+            raise ValueError(f"tokens: got {int(tokens.min())}..{int(tokens.max())}, expected codes 0..{codes - 1}.")
         latents = self.codebook[tokens.to(self.codebook.device)].unflatten(1, (rows, columns))
         pixels = self.model.decode(latents.permute(0, 3, 1, 2), force_not_quantize=True).sample
         return pixels.permute(0, 2, 3, 1).float().clamp(-1, 1)

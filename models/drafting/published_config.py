@@ -45,7 +45,7 @@ def check_entries(folder: Path, entries: Mapping[str, Any], expected: Mapping[st
     """Raise ValueError if an entry is present with another value than expected."""
     for name, value in expected.items():
         if (found := entries.get(name)) is not None and found != value:
-            raise ValueError(f"drafter: {name} of {folder} is {shorten(found)}, expected {value!r}")
+            raise ValueError(f"drafter: {name} of {folder} is {shorten(found)}, expected {value!r}.")
 
 
 def object_of(value: object) -> dict:

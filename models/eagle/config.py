@@ -93,7 +93,7 @@ class EagleConfig(DrafterConfig):
         for name in (name for name, wrong in ignored.items() if wrong):
             raise ValueError(
                 f"{name}: got {shorten(getattr(self, name))}, which does not fit fusion {self.fusion!r}, images"
-                f" {self.images!r}, draft_vocab {self.draft_vocab} and {self.rotated} rotary channels"
+                f" {self.images!r}, draft_vocab {self.draft_vocab} and {self.rotated} rotary channels."
             )
 
     @property

@@ -28,7 +28,10 @@ SIZES = {
 def write(drafter: EagleDrafter, folder: str | Path, form: str, verifier: str | None = None) -> None:
     """Write a drafter in a published form, with M-RoPE stated in its configuration.
 
-    verifier: name or path of the target, for speculators. Raises ValueError if the form cannot represent the drafter.
+    Raises ValueError if the form cannot represent the drafter.
+
+    Args:
+        verifier: Name or path of the target, for speculators.
     """
     config = drafter.config
     check_form(config, form)
@@ -60,13 +63,15 @@ def check_form(config: EagleConfig, form: str) -> None:
     ):
         if value not in known:
             expected = ", ".join(map(str, known))
-            raise ValueError(f"form: got a drafter with {name} {value} for {form!r}, expected {expected}")
+            raise ValueError(f"form: got a drafter with {name} {value} for {form!r}, expected {expected}.")
     if form == "eagle3" and any(not 0 < i < config.target_layers for i in config.feature_layers):
-        raise ValueError(f"form: got feature_layers {config.feature_layers}, expected 1..{config.target_layers - 1}")
+        raise ValueError(f"form: got feature_layers {config.feature_layers}, expected 1..{config.target_layers - 1}.")
     states = config.feature_layers
     apart = len(set(states)) == len(states)
     if form == "speculators" and not (apart and all(0 <= i < config.target_layers for i in states)):
-        raise ValueError(f"form: got feature_layers {states}, expected different ones of 0..{config.target_layers - 1}")
+        raise ValueError(
+            f"form: got feature_layers {states}, expected different ones of 0..{config.target_layers - 1}."
+        )
 
 
 def head_config(config: EagleConfig, model: PreTrainedModel, form: str, verifier: str | None) -> dict[str, Any]:

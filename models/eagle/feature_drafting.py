@@ -135,8 +135,11 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the layer inputs (B, T, d), rotations (B, T, C) and context vectors of a layout's elements.
 
-        following: embedding of the token after each; embeddings (B, L, d): input embeddings of the target. known: the
-        `_context` of the whole layout, if `layout` is a part of it. reach: an upper bound on all positions, if known.
+        Args:
+            following: Embedding of the token after each.
+            embeddings: Input embeddings of the target, (B, L, d).
+            known: The `_context` of the whole layout, if `layout` is a part of it.
+            reach: An upper bound on all positions, if known.
         """
         head, dtype = self.head, self.trained.dtype
         embed = self._next_embeddings(layout, following_BLd)
@@ -163,7 +166,8 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     ) -> None:
         """Compute keys and values of a prompt's elements except the last, which is queued with its feature (B, 1, F).
 
-        parts: layer inputs and rotations of consecutive elements.
+        Args:
+            parts: Layer inputs and rotations of consecutive elements.
         """
         start = 0
         for x_BTd, turn_BTC in parts:
@@ -309,11 +313,14 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
 
 
 def staggered_attention(query: Tensor, part: int | None = None, *, keys: list[Tensor], values: list[Tensor]) -> Tensor:
-    """Compute the attention of self-fed step k = len(keys) - 1: (B, T, H, E) -> (B, T, H * E). part: which half of the
-    keys and values to use, if there are twice as many as queries.
+    """Compute the attention of self-fed step k = len(keys) - 1: (B, T, H, E) -> (B, T, H * E).
 
     Element t attends to step 0 up to t - k (true features) and to one element of each later step i: t - k + i, the
-    chain that drafting would leave in the cache (EAGLE-3's training-time test, arXiv 2503.01840). Cost is linear in k.
+    chain that drafting would leave in the cache (EAGLE-3's training-time test, arXiv 2503.01840). Cost is linear in
+    k.
+
+    Args:
+        part: Which half of the keys and values to use, if there are twice as many as queries.
     """
     if part is not None:
         keys, values = ([x.chunk(2, dim=2)[part] for x in both] for both in (keys, values))

@@ -104,9 +104,9 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
     ):
         check_choice("tree", tree, TREES)
         if window and tree != "chain":
-            raise ValueError(f"window: got {window} for the tree {tree!r}, expected a chain")
+            raise ValueError(f"window: got {window} for the tree {tree!r}, expected a chain.")
         if levels is not None and levels < 1:
-            raise ValueError(f"levels: got {levels}, expected at least 1")
+            raise ValueError(f"levels: got {levels}, expected at least 1.")
         family = self.subject(target)
         self.check_target(head.config, family)
         self.counts = feature_tree.parse(shape) if tree == "static" else None
@@ -122,13 +122,13 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         if window:
             self.window = Jacobi(window, redraw="gumbel")
             if levels > window:
-                raise ValueError(f"levels: got {levels}, expected at most the window, {window}")
+                raise ValueError(f"levels: got {levels}, expected at most the window, {window}.")
             self.traits = dataclasses.replace(self.window.traits, feature_layers=self.traits.feature_layers)
 
     def attach(self, target: Family) -> None:
         """Attach as the base class does. Raises ValueError if the target is not an image family."""
         if not isinstance(target, Family):
-            raise ValueError(f"drafter: got the target {type(target).__name__}, expected that of an ImagePipeline")
+            raise ValueError(f"drafter: got the target {type(target).__name__}, expected that of an ImagePipeline.")
         super().attach(target)
 
     @property

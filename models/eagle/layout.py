@@ -82,10 +82,13 @@ def read(
 ) -> EagleDrafter:
     """Load a published checkpoint as a drafter, in the target's dtype.
 
-    data, shapes: its configuration and the headers of its tensors. images: how it represents images, if the checkpoint
-    does not say (`eagle.config.IMAGES`). norm_output and layers override an EAGLE-3 head's configuration: whether it
-    reads its own normed states, and which hidden states of the target it reads ("2-14-29"). Raises ValueError, before
-    it reads weights, unless the tensors are exactly those of the form and of this target.
+    Raises ValueError, before it reads weights, unless the tensors are exactly those of the form and of this target.
+
+    Args:
+        data, shapes: Its configuration and the headers of its tensors.
+        images: How it represents images, if the checkpoint does not say (`eagle.config.IMAGES`). norm_output and layers
+            override an EAGLE-3 head's configuration: whether it reads its own normed states, and which hidden states of
+            the target it reads ("2-14-29").
     """
     used = [pair for pair in PREFIXES if any(name.startswith(pair[0]) for name in shapes)]
     inverse = [(ours, theirs) for theirs, ours in used]
@@ -130,7 +133,7 @@ def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
     """
     if asked is not None:
         if not isinstance(asked, bool) or form == "eagle":
-            raise ValueError(f"norm_output: got {shorten(asked)}, expected true or false for an EAGLE-3 head")
+            raise ValueError(f"norm_output: got {shorten(asked)}, expected true or false for an EAGLE-3 head.")
         return {**data, "norm_output": asked}
     if form == "eagle3" and data.get("norm_output") and _architecture(data) not in AUTOMODEL:
         warnings.warn(
@@ -174,7 +177,7 @@ def config_of(
     }
     if form == "eagle":
         if layers is not None:
-            raise ValueError(f"layers: got {shorten(layers)}, expected none: the head reads the target's last state")
+            raise ValueError(f"layers: got {shorten(layers)}, expected none: the head reads the target's last state.")
         latents = shapes["imadpt.q"][0] - 1 if "imadpt.q" in shapes else 0
         seen = _images(folder, "latents" if latents else None, images, bool(common["image_ids"]))
         return EagleConfig(
@@ -275,7 +278,7 @@ def _states(folder: Path, form: str, data: dict, depth: int, asked: Layers | Non
         problem = (
             f"no {IDS} for a target of {depth} layers" if read == "the default" else f"a state after layer {wrong[0]}"
         )
-        raise ValueError(f"drafter: {folder} names {problem}, expected states before one of its layers 0..{depth - 1}")
+        raise ValueError(f"drafter: {folder} names {problem}, expected states before one of its layers 0..{depth - 1}.")
     summary = f"{folder.name} reads hidden states {states}: {read}"
     logger.info("%s", summary)
     if convention in ("outputs", "inputs") and form == "eagle3" and not data.get("target_layer_ids") and ids[0] != 1:
@@ -292,7 +295,7 @@ def _layers_option(value: Layers, depth: int) -> tuple[int, ...]:
     """Parse the option `layers` into hidden states: "2-14-29", one number, or a list."""
     parts = value if isinstance(value, (list, tuple)) else str(value).split("-")
     if not parts or not all(str(part).isdecimal() for part in parts):
-        raise ValueError(f"layers: got {shorten(value)}, expected hidden states such as 2-{depth // 2}-{depth - 3}")
+        raise ValueError(f"layers: got {shorten(value)}, expected hidden states such as 2-{depth // 2}-{depth - 3}.")
     return check_wholes("layers", [int(part) for part in parts], 0, depth - 1)
 
 
@@ -309,7 +312,7 @@ def _images(folder: Path, stored: str | None, asked: str | None, pictures: bool)
     if asked not in known:
         raise ValueError(
             f"drafter: {folder} does not say how it represents images, expected {folder.name}:images=slots (EAGLE),"
-            " images=embeddings (MSD) or images=none (HiViS)"
+            " images=embeddings (MSD) or images=none (HiViS)."
         )
     return asked
 

@@ -105,7 +105,7 @@ class ImageLayout:
 def grid_of(height: int, width: int, factor: int) -> tuple[int, int]:
     """Return the grid of codes of `factor` pixels. Raises ValueError for sizes that are not multiples of it."""
     if min(height, width) < factor or height % factor or width % factor:
-        raise ValueError(f"height, width: got {height} x {width}, expected multiples of {factor}")
+        raise ValueError(f"height, width: got {height} x {width}, expected multiples of {factor}.")
     return height // factor, width // factor
 
 
@@ -166,16 +166,16 @@ class Family:
         if self.running:
             return self.target(self, bool(traits.feature_layers), compile)
         if compile:
-            raise ValueError(f"compile: got True, expected False: passes of {self.name} are not compiled")
+            raise ValueError(f"compile: got True, expected False: passes of {self.name} are not compiled.")
         if traits.feature_layers:
-            raise ValueError(f"drafter: got one that reads hidden states, which {self.name} does not return")
+            raise ValueError(f"drafter: got one that reads hidden states, which {self.name} does not return.")
         return self.target(self)
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Encode pixels (B, 3, height, width) float32 in [0, 1] to codes (B, rows * columns). Raises ValueError for a
         family without an encoder.
         """
-        raise ValueError(f"image: got pixels, expected none: {self.name} has no VQ encoder")
+        raise ValueError(f"image: got pixels, expected none: {self.name} has no VQ encoder.")
 
     @cached_property
     def passes(self) -> CompiledPasses | None:
@@ -201,7 +201,7 @@ class Family:
         if self.processor is None:
             raise ValueError(
                 f"processor: got None, expected that of {self.name} (transformers.AutoProcessor), or anything that"
-                " turns texts into ids in the same way"
+                " turns texts into ids in the same way."
             )
         return self.processor
 
@@ -216,7 +216,7 @@ class Family:
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         """Decode codes (B, rows * columns) to float (B, 3, height, width) in [0, 1]. Raises ValueError if it can't."""
         if self.codec is None:
-            raise ValueError(f"output_type: got pixels, expected 'latent': {self.no_pixels}")
+            raise ValueError(f"output_type: got pixels, expected 'latent': {self.no_pixels}.")
         return self.codec.decode(tokens, layout.grid).permute(0, 3, 1, 2) / 2 + 0.5
 
     def render(self, tokens: Tensor, layout: ImageLayout, texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
@@ -227,7 +227,7 @@ class Family:
         """Generate loop ids (B, T) with the model's own `generate` and torch's global generator, as a baseline for
         benchmarks. `options` are passed to it. Raises NotImplementedError if transformers' class can't generate images.
         """
-        raise NotImplementedError(f"{self.name}: its stock class has no generate for images")
+        raise NotImplementedError(f"{self.name}: its stock class has no generate for images.")
 
     def grid_rope(self) -> Tensor | None:
         """Return rotations by row and column, complex64 (L + T or more, C); None if the model's RoPE is another one."""
@@ -236,11 +236,11 @@ class Family:
     def check(self, prompt: EncodedPrompt, layout: ImageLayout, guidance: float) -> None:
         """Raise ValueError for unsupported arguments, before any pass."""
         if guidance != 1.0 and not self.guided:
-            raise ValueError(f"guidance_scale: got {guidance}, expected 1: {self.name} has no unconditional prompt")
+            raise ValueError(f"guidance_scale: got {guidance}, expected 1: {self.name} has no unconditional prompt.")
         room = getattr(self.decoder.config, "max_position_embeddings", None)
         needed = prompt.ids.shape[1] + layout.positions
         if room is not None and needed > room:
-            raise ValueError(f"prompt: got {needed} tokens including the image's, expected at most {room}")
+            raise ValueError(f"prompt: got {needed} tokens including the image's, expected at most {room}.")
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raise ValueError for settings that have no meaning for the model."""
@@ -343,8 +343,11 @@ def positions_from_mask(attention: Tensor, ahead: int) -> Tensor:
 
 
 class ImageAR(Target):
-    """A `Family` as a `Target`. `features`: return hidden states; those of both guidance rows are concatenated.
-    `compile`: see `compiled_passes`.
+    """A `Family` as a `Target`.
+
+    Args:
+        features: Whether to return hidden states; those of both guidance rows are concatenated.
+        compile: See `compiled_passes`.
     """
 
     passes: CompiledPasses | None = None
@@ -355,7 +358,7 @@ class ImageAR(Target):
         self.cache_name = cache_argument(type(decoder).forward) or CACHE
         attention = draft_attention.implementation(decoder.config) or draft_attention.STOCK
         if attention not in TAKES_MASKS:
-            raise ValueError(f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager'")
+            raise ValueError(f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager'.")
         self.family, self.features = family, features
         self.configs = draft_attention.configurations(decoder)
         shared = draft_attention.groups(decoder, probed=False) if attention == draft_attention.STOCK else 1

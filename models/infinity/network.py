@@ -72,8 +72,15 @@ def reach_of(scales: ScaleSizes) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class InfinityConfig:
-    """Sizes of the network. code_size: bits per position. text: features per text token. pool: heads of the text
-    pooling. longest: maximum text tokens. levels: maximum scales. reach: by default, see `reach_of`.
+    """Sizes of the network.
+
+    Args:
+        code_size: Bits per position.
+        text: Features per text token.
+        pool: Heads of the text pooling.
+        longest: Maximum text tokens.
+        levels: Maximum scales.
+        reach: By default, see `reach_of`.
     """
 
     ALIKE: ClassVar = ("scales", "code_size", "text")  # equal in models with the same maps and prompts
@@ -94,7 +101,7 @@ class InfinityConfig:
     def __post_init__(self):
         if len(self.scales) > self.levels or self.scales.sizes[0] != 1:
             actual = f"{len(self.scales)} beginning with {self.scales.sizes[0]} positions"
-            raise ValueError(f"scales: got {actual}, expected at most {self.levels}, beginning with one position")
+            raise ValueError(f"scales: got {actual}, expected at most {self.levels}, beginning with one position.")
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +190,11 @@ class InfinityBlock(nn.Module):
         self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, width) / math.sqrt(width))
 
     def forward(self, x_RQC: Tensor, shared: Tensor, given: TextConditions, attend) -> Tensor:
-        """Run the block. shared: (R, 1, 6, C), common to all blocks."""
+        """Run the block.
+
+        Args:
+            shared: (R, 1, 6, C), common to all blocks.
+        """
         gamma1, gamma2, scale1, scale2, shift1, shift2 = (self.ada_gss + shared).unbind(dim=2)
         x_RQC = x_RQC + self.sa(norm(x_RQC) * (scale1 + 1) + shift1, attend) * gamma1
         x_RQC = x_RQC + self.ca(self.ca_norm(x_RQC), given)

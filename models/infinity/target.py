@@ -75,4 +75,4 @@ class InfinityImages(ScaleImages):
     def check(self, prompt: Any, layout: ImageLayout, guidance: float) -> None:
         for texts in (prompt.given, prompt.against):
             if (count := texts.real.shape[1]) > self.model.config.longest:
-                raise ValueError(f"prompt: got {count} tokens, expected at most {self.model.config.longest}")
+                raise ValueError(f"prompt: got {count} tokens, expected at most {self.model.config.longest}.")

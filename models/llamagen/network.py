@@ -50,9 +50,11 @@ class LlamaGenConfig:
     """Configuration of the network.
 
     condition: 'class' (an embedding per class, and one for "no class") or 'caption' (text features through an MLP).
-    null_class: whether that extra class exists, which guidance needs; models trained without class dropout lack it.
-    grid: number of rows and of columns of codes. The weights don't contain it; a wrong value gives wrong images.
-    prefix_apart: whether all positions of the prefix are attended to alike, as in the published models.
+
+    Args:
+        null_class: Whether that extra class exists, which guidance needs; models trained without class dropout lack it.
+        grid: Number of rows and of columns of codes. The weights don't contain it; a wrong value gives wrong images.
+        prefix_apart: Whether all positions of the prefix are attended to alike, as in the published models.
     """
 
     layers: int
@@ -76,7 +78,7 @@ class LlamaGenConfig:
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "intermediate", self.intermediate or feed_forward_width(self.hidden_size))
         if self.hidden_size % (4 * self.heads):
-            raise ValueError(f"hidden_size: got {self.hidden_size}, expected a multiple of 4 * {self.heads} heads")
+            raise ValueError(f"hidden_size: got {self.hidden_size}, expected a multiple of 4 * {self.heads} heads.")
         check_choice("condition", self.condition, CONDITIONS)
 
     @property
@@ -129,7 +131,11 @@ class LlamaGenAttention(nn.Module):
         self.wo = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x_BNd: Tensor, turn_BNC: Tensor, mask: Tensor | None, cache: SlotLayers | None) -> Tensor:
-        """Attend. `mask`: (1|B, 1, N, S), additive or bool (true: attends); None: causal."""
+        """Attend.
+
+        Args:
+            mask: (1|B, 1, N, S), additive or bool (true: attends); None: causal.
+        """
         split = [self.heads, self.kv_heads, self.kv_heads]
         heads = self.wqkv(x_BNd).unflatten(-1, (sum(split), -1))
         query, key, value = heads.split(split, dim=-2)
@@ -238,13 +244,14 @@ class LlamaGen(Network):
     def prefix(self, condition: Tensor, guidance: bool = False) -> Tensor:
         """Return the prefix, (B, P, d), or with guidance (2 B, P, d), the unconditional rows last.
 
-        condition: class numbers (B,) int64, or text features (B, P, F), padded on the left and zero there
-        (`left_padded`).
+        Args:
+            condition: Class numbers (B,) int64, or text features (B, P, F), padded on the left and zero there
+                (`left_padded`).
         """
         if self.config.condition != "class":
             condition = condition.to(self.dtype)
         if guidance and not self.guided:
-            raise ValueError("guidance_scale: expected 1, because the model has no null class")
+            raise ValueError("guidance_scale: expected 1, because the model has no null class.")
         if guidance:
             condition = torch.cat([condition, self.cls_embedding.absent(condition)])
         return self.cls_embedding(condition)
@@ -261,9 +268,11 @@ class LlamaGen(Network):
     ) -> BaseModelOutputWithPast:
         """Return hidden states after the final norm, (B, N, d).
 
-        position_ids: (1|B, N), default 0..N - 1. attention_mask: (1|B, 1, N, S), additive or bool, None for causal.
-        cache, or past_key_values: anything with `update(key, value, layer) -> (keys, values)`, all (B, K, ., E).
-        use_cache and return_dict are for compatibility with transformers decoders and are ignored.
+        Args:
+            position_ids: (1|B, N), default 0..N - 1.
+            attention_mask: (1|B, 1, N, S), additive or bool, None for causal.
+            cache, past_key_values: Anything with `update(key, value, layer) -> (keys, values)`, all (B, K, ., E).
+            use_cache, return_dict: For compatibility with transformers decoders; they are ignored.
         """
         cache = past_key_values if cache is None else cache
         if position_ids is None:

@@ -24,7 +24,11 @@ class SmallMAR(Drafter):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: Any) -> SmallMAR:
-        """Load a checkpoint folder, strictly. target: a model, whose device is used."""
+        """Load a checkpoint folder, strictly.
+
+        Args:
+            target: A model, whose device is used.
+        """
         return cls(MARImages(MARImageModel.read(folder).to(target.device)))
 
     def attach(self, target: MARImages) -> None:
@@ -32,10 +36,10 @@ class SmallMAR(Drafter):
         ours, theirs = self.small.model.config, target.model.config
         if (ours.tokens, ours.size, ours.classes) != (theirs.tokens, theirs.size, theirs.classes):
             actual = f"{ours.tokens} tokens of {ours.size} numbers and {ours.classes} classes"
-            raise ValueError(f"drafter: got {actual}, expected {theirs.tokens} of {theirs.size} and {theirs.classes}")
+            raise ValueError(f"drafter: got {actual}, expected {theirs.tokens} of {theirs.size} and {theirs.classes}.")
         steps, expected = (len(family.steps) for family in (self.small.family, target))
         if steps != expected:
-            raise ValueError(f"drafter: got {steps} denoising steps, expected {expected} as the target has")
+            raise ValueError(f"drafter: got {steps} denoising steps, expected {expected} as the target has.")
 
     def start(self, state: State, scores: Scores) -> None:
         state.memory = DrawnVectors.nothing(state.request.inputs, self.small.model.config.size).select(state.rows)

@@ -22,7 +22,12 @@ GUIDANCE = {768: 2.9, 1024: 3.0, 1280: 3.2}  # by width, from the published comm
 
 @dataclass(frozen=True)
 class MARConfig:
-    """Sizes. depth: blocks of the encoder, and of the decoder. buffer: slots of the class before the tokens."""
+    """Sizes.
+
+    Args:
+        depth: Blocks of the encoder, and of the decoder.
+        buffer: Slots of the class before the tokens.
+    """
 
     width: int
     depth: int

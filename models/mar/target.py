@@ -193,8 +193,10 @@ class MARTarget(Target):
         state.cache = state.cache.select(keep)
 
     def _scores(self, state: State, rank_BN: Tensor, counts: range) -> Scores:
-        """Return distributions after nodes with these numbers in the order. counts: range of the number of known tokens
-        per prefix, known on the host.
+        """Return distributions after nodes with these numbers in the order.
+
+        Args:
+            counts: Range of the number of known tokens per prefix, known on the host.
         """
         number_BN, sampling = rank_BN + 1, state.request.sampling
         return Scores(self.after(state.cache, number_BN, number_BN, counts, sampling, state.trace.calls))
@@ -212,7 +214,9 @@ class MARTarget(Target):
     ) -> Denoising:
         """Return distributions (B, P) of each row's tokens `number`, P / N of them given each prefix of its order.
 
-        counts: range of the prefixes' lengths. step: number of tokens drawn together, for the guidance; None means one.
+        Args:
+            counts: Range of the prefixes' lengths.
+            step: Number of tokens drawn together, for the guidance; None means one.
         """
         tokens, guided = self.model.config.tokens, sampling.guidance != 1.0
         number_BP = number_BP.clamp(max=tokens - 1)  # a draft may extend beyond the end

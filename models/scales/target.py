@@ -121,7 +121,7 @@ class ScaleImages(Family):
         ramp = self.default_ramp if ramp is None else ramp
         check_choice("ramp", ramp, RAMPS)
         if not isinstance(vae, self.autoencoder[0]):
-            raise ValueError(f"codec: got {type(vae).__name__}, expected {self.autoencoder[1]}")
+            raise ValueError(f"codec: got {type(vae).__name__}, expected {self.autoencoder[1]}.")
         self.model = net
         self.codec = vae
         self.processor = processor
@@ -131,16 +131,16 @@ class ScaleImages(Family):
         self.sizes = tuple(size * self.codec.quantize.each for size in self.scales.sizes)  # codes of each map
         got, want = (self.codec.shape.codes, self.codec.shape.size), (net.config.codes, net.config.code_size)
         if got != want:
-            raise ValueError(f"codec: got {got[0]} codes of {got[1]}, expected the model's {want[0]} of {want[1]}")
+            raise ValueError(f"codec: got {got[0]} codes of {got[1]}, expected the model's {want[0]} of {want[1]}.")
         if (refiner is None) != (handover is None):
-            raise ValueError(f"handover: got {handover}, expected a refiner and its first scale's number, or neither")
+            raise ValueError(f"handover: got {handover}, expected a refiner and its first scale's number, or neither.")
         if refiner is not None and handover is not None:
             check_alike("refiner", refiner, net)
             if not 0 <= handover <= len(self.scales):
-                raise ValueError(f"handover: got {handover}, expected 0..{len(self.scales)}, the scales of the model")
+                raise ValueError(f"handover: got {handover}, expected 0..{len(self.scales)}, the scales of the model.")
         if budget is not None:
             if refiner is not None:
-                raise ValueError("budget: got a budget and a refiner, expected one of the two")
+                raise ValueError("budget: got a budget and a refiner, expected one of the two.")
             budget.check(self.scales, net.config.depth)
 
     @property
@@ -153,7 +153,7 @@ class ScaleImages(Family):
         size = rows * self.codec.factor, columns * self.codec.factor
         if (height or size[0], width or size[1]) != size:
             got = f"{height} x {width}"
-            raise ValueError(f"height, width: got {got}, expected {size[0]} x {size[1]}, the size of the scales")
+            raise ValueError(f"height, width: got {got}, expected {size[0]} x {size[1]}, the size of the scales.")
         return ScaleLayout((rows, columns), torch.full((len(self.scales),), FREE), total=sum(self.sizes))
 
     def check(self, prompt: object, layout: ImageLayout, guidance: float) -> None:
@@ -183,7 +183,7 @@ class ScaleImages(Family):
 def check_alike(name: str, other: NextScale, model: NextScale) -> None:
     """Raise ValueError unless both models generate the same maps from the same prompts."""
     if type(other) is not type(model):
-        raise ValueError(f"{name}: got {type(other).__name__}, expected {type(model).__name__} like the model")
+        raise ValueError(f"{name}: got {type(other).__name__}, expected {type(model).__name__} like the model.")
     for what in model.config.ALIKE:
         got, want = getattr(other.config, what), getattr(model.config, what)
         if got != want:
@@ -237,7 +237,7 @@ class ScaleTarget(Target):
         """Run one block-causal pass over all nodes, with two rows per image under guidance."""
         reading, nodes = state.cache, draft.tree.size
         if nodes > 1 and not self.family.plain:
-            raise ValueError(f"draft: got {nodes - 1} scales, expected none: this target takes one scale at a time")
+            raise ValueError(f"draft: got {nodes - 1} scales, expected none: this target takes one scale at a time.")
         if len(state.tokens[state.rows[0]]) == self.family.handover:
             return self._scores(state, self._hand_over(state), 1)
         scores = self._scores(state, reading.read(draft.value), nodes)

@@ -23,8 +23,9 @@ CALIBRATED = 8  # number of images for measuring selectivity
 class VARImages(ScaleImages):
     """Prompts are class numbers ("207") or class names, including negative ones; an empty negative prompt is no class.
 
-    codec: `visspec.models.var.layout.load_var_vae`, or the folder's. With a folder, refiner may be the name of an
-    included model, and budget the average share of the cache to keep, a number in (0, 1].
+    Args:
+        codec: `visspec.models.var.layout.load_var_vae`, or the folder's. With a folder, refiner may be the name of an
+            included model, and budget the average share of the cache to keep, a number in (0, 1].
     """
 
     name = "var"
@@ -74,7 +75,7 @@ def small(other: VARImageModel | VAR | str | None, model: VARImageModel) -> Any:
     if isinstance(other, str):
         name = included.made_for(other, model) or other
         if name not in included.table().models:
-            raise ValueError(f"refiner: got {other!r}, expected a model or the name of an included one")
+            raise ValueError(f"refiner: got {other!r}, expected a model or the name of an included one.")
         small: Any = VARImageModel.read(included.check("refiner", name), model.dtype)
         other = small.to(model.device)
     if not isinstance(other, VARImageModel):
@@ -89,7 +90,7 @@ def calibrate_budget(model: VARImageModel, share: float) -> CacheBudget:
     """
     net: VAR = model.var
     if not 0 < share <= 1:
-        raise ValueError(f"budget: got {share}, expected a share in (0, 1]")
+        raise ValueError(f"budget: got {share}, expected a share in (0, 1].")
     count = min(CALIBRATED, net.config.classes)
     classes = torch.arange(count, device=net.device) * net.config.classes // count
     measured = selectivity(net, model.autoencoder.quantize, classes, torch.Generator(net.device).manual_seed(0))

@@ -33,8 +33,10 @@ PREDICTIONS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 class Schedule:
     """Timesteps that a chain visits, noisiest first. All (S,), float64.
 
-    times: timesteps as input of the network. signal, noise: x = signal value + noise eps at each timestep. predicts:
-    what the network predicts, a key of PREDICTIONS.
+    Args:
+        times: Timesteps as input of the network.
+        signal, noise: Coefficients of x = signal value + noise eps at each timestep.
+        predicts: What the network predicts, a key of PREDICTIONS.
     """
 
     steps: DenoisingSteps
@@ -61,11 +63,14 @@ def cosine_levels(total: int = 1000) -> Tensor:
 def schedule(count: int, learned: bool = False, total: int = 1000, noisy: bool = True) -> Schedule:
     """Choose `count` evenly spaced timesteps out of `total` cosine ones, as iDDPM respaces them.
 
-    learned: deviations are interpolated between the posterior's and the forward process's, by a share that the network
-    predicts; otherwise the posterior's are used. Raises ValueError if the steps do not fit the timesteps.
+    Raises ValueError if the steps do not fit the timesteps.
+
+    Args:
+        learned: Whether deviations are interpolated between the posterior's and the forward process's, by a share that
+            the network predicts; otherwise the posterior's are used.
     """
     if not 2 <= count <= total:
-        raise ValueError(f"steps: got {count}, expected 2..{total}, the timesteps the head was trained on")
+        raise ValueError(f"steps: got {count}, expected 2..{total}, the timesteps the head was trained on.")
     stride = (total - 1) / (count - 1)
     # sums as in the published code: products would round ties differently
     times = torch.tensor([0.0, *[stride] * (count - 1)], dtype=torch.float64).cumsum(dim=0).round().long()

@@ -39,7 +39,7 @@ class VectorFamily(Family):
             return
         channels = autoencoder.config.latent_channels
         if channels * self.patch**2 != size:
-            raise ValueError(f"autoencoder: got {channels} channels, which do not fit tokens of size {size}")
+            raise ValueError(f"autoencoder: got {channels} channels, which do not fit tokens of size {size}.")
         self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
 
     def check_sampling(self, sampling: Sampling) -> None:

@@ -54,7 +54,7 @@ class CostTable:
     """Measured seconds by size: nodes of a pass, or levels of a draft. Sizes that were not measured are interpolated.
 
     Args:
-        seconds: What a table of other circumstances knows, as a start. The first measurement scales all of it.
+        seconds: A table measured in other circumstances, used as a start. The first measurement scales all of it.
     """
 
     def __init__(self, seconds: dict[int, float] | None = None):
