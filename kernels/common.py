@@ -63,7 +63,7 @@ def on_device(launch: Callable[..., Result]) -> Callable[..., Result]:
     def guarded(first: Tensor | Sequence[Tensor], *rest: object) -> Result:
         with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
             if triton is None:
-                raise RuntimeError("triton: not installed, but kernels on CUDA tensors need it")
+                raise RuntimeError("triton: not installed, but kernels on CUDA tensors need it.")
             return launch(first, *rest)
 
     return guarded
@@ -111,7 +111,7 @@ def ones(count: int) -> np.ndarray:
 def require(condition: bool, name: str, found: object, expected: object) -> None:
     """Raise ValueError with the argument, the value found and the value expected, unless the condition holds."""
     if not condition:
-        raise ValueError(f"{name}: found {found}, expected {expected}")
+        raise ValueError(f"{name}: found {found}, expected {expected}.")
 
 
 def check_tensor(
@@ -123,9 +123,9 @@ def check_tensor(
 ) -> None:
     """Check type, dtype, shape (None matches any size) and device of one argument."""
     if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: found {type(tensor).__name__}, expected a tensor")
+        raise TypeError(f"{name}: found {type(tensor).__name__}, expected a tensor.")
     if tensor.dtype not in dtypes:
-        raise TypeError(f"{name}: found dtype {tensor.dtype}, expected one of {[str(d)[6:] for d in dtypes]}")
+        raise TypeError(f"{name}: found dtype {tensor.dtype}, expected one of {[str(d)[6:] for d in dtypes]}.")
     sizes = tensor.shape
     if len(sizes) != len(shape) or any([want not in (None, size) for want, size in zip(shape, sizes)]):
         expected = tuple("any" if size is None else size for size in shape)

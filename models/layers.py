@@ -54,7 +54,7 @@ def load_exactly(kind: Any, argument: str, where: object, **options: object) -> 
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # raised by whichever library checks the wrong entry
-        raise ValueError(f"{argument}: {where} could not be loaded, {first_line(error)}") from None
+        raise ValueError(f"{argument}: {where} could not be loaded, {first_line(error)}.") from None
     for keys in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if info.get(keys):
             name = sorted(map(str, info[keys]))[0]

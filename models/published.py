@@ -1,5 +1,6 @@
-"""Published drafter checkpoints. A folder's form follows from its configuration and tensor names; no code in it is run.
-Unknown forms are refused by name, so that no head runs under a different algorithm.
+"""Published drafters: checkpoint folders, and models that transformers loads. A folder's form follows from its
+configuration and tensor names, a model's drafter class from its structure; no code in a folder is run. Unknown forms
+are refused by name, so that no head runs under a different algorithm.
 """
 
 from __future__ import annotations
@@ -8,14 +9,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import transformers
 from transformers import PreTrainedModel
 
 from visspec.io.checkpoint import CONFIG, check_folder, read_json, read_shapes, shorten
-from visspec.models import assistants
+from visspec.models.block import drafter as dflash
 from visspec.models.block import layout as dflash_layouts
+from visspec.models.block.diffusion import DiffusionModel, denoises
+from visspec.models.decoder.shared_cache import SharedCache, shares_cache
+from visspec.models.decoder.small_model import SmallModel
 from visspec.models.drafting.published_config import list_of, object_of, strip_prefix
 from visspec.models.eagle import layout as eagle_layouts
 from visspec.models.eagle.lantern import LanternDrafter, family_of_layout
+from visspec.models.layers import load_exactly
 from visspec.types import Drafter
 
 SPECULATORS = {"eagle3": "eagle", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash"}  # type -> reader
@@ -68,7 +74,7 @@ def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
     known = ", ".join([*EAGLE3[:1], *BLOCKS, *(f"speculators' {kind}" for kind in SPECULATORS)])
     raise ValueError(
         f"drafter: {folder} is a checkpoint of {shorten(first or None)}, expected EAGLE-1, 2 or 3, MSD, ViSpec, DFlash,"
-        f" DSpark or Domino ({known}), a model of transformers, or one of ours"
+        f" DSpark or Domino ({known}), a model of transformers, or one of ours."
     )
 
 
@@ -77,9 +83,9 @@ def _speculators(folder: Path, data: dict) -> str:
     kind = data["speculators_model_type"]
     algorithm = object_of(data.get("speculators_config")).get("algorithm", kind)
     if not isinstance(kind, str) or kind not in SPECULATORS:
-        raise ValueError(f"drafter: speculators_model_type of {folder} is {shorten(kind)}, expected {[*SPECULATORS]}")
+        raise ValueError(f"drafter: speculators_model_type of {folder} is {shorten(kind)}, expected {[*SPECULATORS]}.")
     if algorithm != kind:
-        raise ValueError(f"drafter: algorithm of {folder} is {shorten(algorithm)}, expected {kind!r} as its type says")
+        raise ValueError(f"drafter: algorithm of {folder} is {shorten(algorithm)}, expected {kind!r} as its type says.")
     return kind
 
 
@@ -90,10 +96,12 @@ def reader(folder: Path) -> Any:
 
 
 def load(folder: str | Path, model: PreTrainedModel, **options: Any) -> Drafter:
-    """Load a published drafter for its target. options: `width` and `nodes` of its trees and, for one-layer drafters,
-    `images`, how they represent images.
+    """Load a published drafter for its target.
 
     Raises ValueError, before it reads weights, for another algorithm, another target or other tensors.
+
+    Args:
+        options: `width` and `nodes` of its trees and, for one-layer drafters, `images`, how they represent images.
     """
     root = check_folder(folder)
     data, shapes = read_json(root, CONFIG), strip_prefix(read_shapes(root), root)
@@ -102,4 +110,32 @@ def load(folder: str | Path, model: PreTrainedModel, **options: Any) -> Drafter:
         return eagle_layouts.read(root, form, data, shapes, model, **options)
     if reader == "dflash":
         return dflash_layouts.read(root, form, data, shapes, model, **options)
-    return assistants.load_assistant(root, data, model, **options)
+    return load_assistant(root, data, model, **options)
+
+
+def assistant(spec: PreTrainedModel, model: PreTrainedModel, **options: Any) -> Drafter:
+    """Return the drafter that runs a loaded model for `model`. options: those of its class. Raises ValueError if the
+    two do not fit.
+    """
+    config = getattr(spec, "config", None)
+    if all(hasattr(config, name) for name in dflash.NEEDED):
+        return dflash.BlockModel(spec, model, **options)
+    if shares_cache(spec):
+        return SharedCache(spec, model, **options)
+    if denoises(spec):
+        return DiffusionModel(spec, model, **options)
+    return SmallModel(spec, model, **options)
+
+
+def load_assistant(folder: Path, data: dict, model: PreTrainedModel, **options: Any) -> Drafter:
+    """Load the drafter from a folder with a transformers model, in the target's dtype and on its device.
+
+    Raises ValueError for a class that transformers does not have, or if tensors are missing or unexpected.
+    """
+    named = list_of(data.get("architectures"))
+    kind = getattr(transformers, named[0], None) if named and isinstance(named[0], str) else None
+    if not (isinstance(kind, type) and issubclass(kind, PreTrainedModel)):
+        label = shorten(named[0]) if named else "no architectures"
+        raise ValueError(f"drafter: {folder} names {label}, expected a model class of transformers")
+    spec = load_exactly(kind, "drafter", folder, dtype=model.dtype, local_files_only=True)
+    return assistant(spec.to(model.device).eval(), model, **options)

@@ -8,7 +8,7 @@ rules and copied into a module strictly, with errors that give a tensor's publis
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -23,6 +23,7 @@ from visspec.io.checkpoint import (
     PICKLE,
     PICKLED,
     Value,
+    check_shapes,
     inside,
     load_strictly,
     read_file,
@@ -46,36 +47,33 @@ def read_all_tensors(path: str | Path) -> dict[str, Tensor]:
     """
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"checkpoint: {path} does not exist, expected a .safetensors file or a folder of them")
+        raise ValueError(f"checkpoint: {path} does not exist, expected a .safetensors file or a folder of them.")
     if path.suffix in PICKLED and path.is_file():
-        raise ValueError(f"checkpoint: {path} holds {PICKLE.format(path.name)}")
+        raise ValueError(f"checkpoint: {path} holds {PICKLE.format(path.name)}.")
     tensors: dict[str, Tensor] = {}
     for file in weight_files(path) if path.is_dir() else [inside(path.parent, path.name)]:
         read = read_file(file, lambda opened, name: opened.get_tensor(name))
         twice = sorted(tensors.keys() & read.keys())
         if twice:
-            raise ValueError(f"checkpoint: {path} holds tensor {twice[0]!r} twice, expected the path of one model")
+            raise ValueError(f"checkpoint: {path} holds tensor {twice[0]!r} twice, expected the path of one model.")
         tensors |= read
     return unwrap_names(tensors, path)
 
 
-def rename_tensor(name: str, rules: Rules) -> str:
-    """Apply all rules to a name, in order. A rule is a pattern and a replacement for re.sub."""
-    for pattern, replacement in rules:
-        name = re.sub(pattern, replacement, name)
-    return name
-
-
 def rename(tensors: Mapping[str, Value], rules: Rules, dropped: str = "(?!)") -> dict[str, tuple[str, Value]]:
-    """Map new names to (published name, tensor or its shape). Names whose start matches `dropped` are omitted."""
+    """Map new names to (published name, tensor or its shape). A rule is a pattern and a replacement for `re.sub`; all
+    apply, in order. Names whose start matches `dropped` are omitted.
+    """
     rules = list(rules)
     named: dict[str, tuple[str, Value]] = {}
     for name, tensor in tensors.items():
         if re.match(dropped, name):
             continue
-        new = rename_tensor(name, rules)
+        new = name
+        for pattern, replacement in rules:
+            new = re.sub(pattern, replacement, new)
         if new in named:
-            raise ValueError(f"checkpoint: tensors {named[new][0]!r} and {name!r} have the same name in our layout")
+            raise ValueError(f"checkpoint: tensors {named[new][0]!r} and {name!r} have the same name in our layout.")
         named[new] = (name, tensor)
     return named
 
@@ -100,10 +98,12 @@ class Weights(dict[str, Tensor]):
         """Return the shape of a required tensor, which determines the configuration."""
         if name not in self:
             some = ", ".join(sorted(self.published.values())[:SHOWN])
-            raise ValueError(f"checkpoint: {self.where} has no tensor {name!r} (but {some}, ...)")
+            raise ValueError(f"checkpoint: {self.where} has no tensor {name!r} (but {some}, ...).")
         if self[name].dim() != dimensions:
             actual = tuple(self[name].shape)
-            raise ValueError(f"checkpoint: tensor {name!r} of {self.where} has shape {actual}, expected {dimensions}-D")
+            raise ValueError(
+                f"checkpoint: tensor {name!r} of {self.where} has shape {actual}, expected {dimensions}-D."
+            )
         return tuple(self[name].shape)
 
     def count(self, prefix: str) -> int:
@@ -131,6 +131,42 @@ class Weights(dict[str, Tensor]):
         return module.eval()
 
 
+def load_published(
+    module: ModuleT,
+    shapes: Mapping[str, tuple[int, ...]],
+    read: Callable[[], Mapping[str, Tensor]],
+    where: str | Path,
+    dtype: torch.dtype,
+    published: Callable[[str], str] = str,
+    ignored: Collection[str] = (),
+    rebuild: Callable[[], ModuleT] | None = None,
+) -> ModuleT:
+    """Load exactly a file's tensors into a module built on `meta`, and return it on the CPU in evaluation mode.
+
+    Args:
+        module: The module, on `meta`.
+        shapes: The shapes of the file's tensors, compared with the module's before anything is read.
+        read: Reads the tensors, with the names of `shapes`.
+        where: The file or folder, for errors.
+        dtype: The module's dtype.
+        published: The file's name of a tensor of the module.
+        ignored: Names of the file that the module may lack.
+        rebuild: Moves the module to the CPU, if it has buffers that no file holds.
+    """
+    names = {own: published(own) for own in module.state_dict()}
+    owns = {name: own for own, name in names.items()}
+    used = {name: owns.get(name, name) for name in shapes if name in owns or name not in ignored}
+
+    def named(own: str) -> str:
+        return names.get(own, own)
+
+    check_shapes(module, {own: shapes[name] for name, own in used.items()}, where, named)
+    module = (module.to_empty(device="cpu") if rebuild is None else rebuild()).to(dtype)
+    tensors = read()
+    load_strictly(module, {own: tensors[name] for name, own in used.items()}, where, named)
+    return module.eval()
+
+
 @contextmanager
 def one_sentence(where: str | Path) -> Iterator[None]:
     """Context manager that turns errors from a published config.json into a one-line ValueError."""
@@ -138,7 +174,7 @@ def one_sentence(where: str | Path) -> Iterator[None]:
         yield
     except (AttributeError, KeyError, TypeError, StrictDataclassError) as error:
         what = (str(error.args[0]) if isinstance(error, KeyError) else str(error)).strip().splitlines()[0]
-        raise ValueError(f"checkpoint: config.json of {where} has a wrong entry ({what})") from None
+        raise ValueError(f"checkpoint: config.json of {where} has a wrong entry ({what}).") from None
 
 
 def stock(kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> Any:
@@ -147,4 +183,4 @@ def stock(kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dt
         with no_init_weights():
             return kind._from_config(config, dtype=dtype).eval()
     except (TypeError, ValueError, KeyError, AssertionError, ZeroDivisionError) as error:
-        raise ValueError(f"config: {kind.__name__} rejects it ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"config: {kind.__name__} rejects it ({str(error).splitlines()[0]}).") from None

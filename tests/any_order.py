@@ -15,7 +15,8 @@ from visspec.types import Outcome, Scores, Verdict
 
 def distributions(model, prefix_BPd, codes_BT, order_BT, attention_BP=None):
     """Logits (B, T, V) of a RandAR for codes in each row's order, in one pass. attention: mask of the prefix."""
-    prefix, inputs = prefix_BPd.shape[1], model.paired(codes_BT, order_BT)[:, :-1]
+    pairs = torch.stack([model.query(order_BT), model.embed(codes_BT)], dim=2)  # a query, its code, the next query ...
+    prefix, inputs = prefix_BPd.shape[1], pairs.flatten(1, 2)[:, :-1]
     at_BS = model.config.prefix + order_BT.repeat_interleave(2, dim=1)[:, :-1]
     first_BP = torch.arange(prefix).expand(len(at_BS), -1)
     mask = None

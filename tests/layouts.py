@@ -324,3 +324,12 @@ def nextstep_folder(path, tensors, **config):
     save_file(tensors, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(NEXTSTEP | config))
     return path
+
+
+def mar_conditions(network, values_BTd, known_BT, class_B):
+    """A MAR's conditions (B, T, D) given some tokens: the known ones first, in raster order."""
+    counts = known_BT.sum(dim=1)
+    place_BK = known_BT.byte().argsort(dim=1, descending=True, stable=True)[:, : int(counts.max())]
+    seen_BK = None if counts.min() == counts.max() else known_BT.gather(1, place_BK)
+    known_BKd = values_BTd.gather(1, place_BK[..., None].expand(-1, -1, values_BTd.shape[-1]))
+    return network(known_BKd, place_BK, seen_BK, class_B)

@@ -18,7 +18,7 @@ from visspec.api import saving
 from visspec.loop.visits import halton
 from visspec.models.llamagen import layout as layouts_llamagen
 from visspec.models.llamagen.network import RandAR
-from visspec.models.randar.model import RandARImageConfig, RandARImageModel
+from visspec.models.randar.layout import RandARImageConfig, RandARImageModel
 
 SIDE, PIXELS, CODES = 6, 48, 24
 TEXTS = ["a photo of a red ring", "a photo of a blue cross and a green star"]

@@ -10,11 +10,11 @@ from transformers.modeling_layers import MtpModel
 import visspec
 from tests.doubles import new_tokens, one_sentence
 from tests.tiny import PAD, TEXT, TEXT_IDS, built, enliven, llama
-from visspec.models.assistants import assistant
 from visspec.models.block.drafter import BlockModel, bare
 from visspec.models.decoder.mtp import MultiToken
 from visspec.models.decoder.shared_cache import SharedCache, providers
 from visspec.models.decoder.small_model import SmallModel
+from visspec.models.published import assistant
 from visspec.testing import check_drafter
 
 NEW = 24

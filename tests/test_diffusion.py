@@ -15,11 +15,11 @@ from tests.published import begun
 from tests.tiny import VOCAB, model_of, prompt, shapes
 from visspec import registry
 from visspec.api.training.drafter import request_of
-from visspec.models.assistants import assistant
-from visspec.models.block.diffusion import DiffusionModel, _Prompts
+from visspec.models.block.diffusion import DiffusionModel
 from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import DECAY
 from visspec.models.decoder.target import HFDecoder, content_ids
+from visspec.models.published import assistant
 from visspec.sampling import Uniform
 from visspec.testing import check_drafter
 from visspec.train.capture import capture
@@ -118,7 +118,7 @@ def test_a_long_text_is_read_at_its_ends():
     drafter, seen = DiffusionModel(bert(), model_of("llama"), mask=MASK, block=4, reads=5), []
     drafter.denoised = lambda texts, filled, masks: seen.append(texts) or torch.zeros(len(texts), masks, VOCAB)
     state = SimpleNamespace(
-        memory=_Prompts([[9], [10, 11, 12, 13]]), tokens=[[1, 2, 3], [4, 5, 6]], rows=[1, 0], calls=Counter(),
+        memory=[[9], [10, 11, 12, 13]], tokens=[[1, 2, 3], [4, 5, 6]], rows=[1, 0], calls=Counter(),
         pending=torch.tensor([6, 3]), noise=None, request=SimpleNamespace(sampling=Sampling()),
     )  # fmt: skip
     drafter.propose(state, 2)
@@ -162,7 +162,7 @@ class Denoising(Chain):
         state = SimpleNamespace(
             noise=Uniform.of(torch.tensor(numbers, dtype=torch.float64)[None, :, None]), rows=[0], calls=Counter(),
             request=SimpleNamespace(sampling=Sampling(temperature=1.0)), pending=torch.tensor([committed[-1]]),
-            memory=_Prompts([[]]), tokens=[list(committed)],
+            memory=[[]], tokens=[list(committed)],
         )  # fmt: skip
         return self.known.propose(state, depth)
 

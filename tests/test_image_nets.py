@@ -29,7 +29,6 @@ from visspec.io import convert_checkpoint
 from visspec.models import published_tensors as layouts
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.codecs import vq_layout as layouts_vq
-from visspec.models.codecs import vqgan
 from visspec.models.llamagen import layout as layouts_llamagen
 from visspec.models.llamagen import network as llamagen
 
@@ -123,10 +122,10 @@ def test_published_sizes():
     millions = {"B": 111, "L": 343, "XL": 775, "XXL": 1411, "3B": 3096}
     for size, expected in millions.items():
         with torch.device("meta"):
-            model = llamagen.LlamaGen(llamagen.LlamaGenConfig.of(size, 16))
+            model = llamagen.LlamaGen(llamagen.LlamaGenConfig(*llamagen.SIZES[size], 16))
         assert abs(sum(p.numel() for p in model.parameters()) / 1e6 - expected) < 0.01 * expected, size
-    caption = llamagen.LlamaGenConfig.of("XL", 32, condition="caption")
-    assert (caption.prefix, caption.caption_width, caption.head_size) == (120, 2048, 64)
+    caption = llamagen.LlamaGenConfig(*llamagen.SIZES["XL"], 32, condition="caption")
+    assert (caption.caption_width, caption.head_size) == (2048, 64)
 
 
 @pytest.mark.parametrize("change", [{"heads": 3}, {"condition": "text"}])
@@ -183,7 +182,7 @@ def test_codecs_decode_and_encode_as_published(tmp_path, form):
     torch.testing.assert_close(codec.codebook, book)
 
     codec.model.save_pretrained(tmp_path / "stock")  # round trip as the stock class it is
-    again = vqgan.ImageCodec(vqgan.VQModel.from_pretrained(tmp_path / "stock").eval())
+    again = layouts_vq.ImageCodec(layouts_vq.VQModel.from_pretrained(tmp_path / "stock").eval())
     assert torch.equal(again.decode(tokens, grid), found)
     with pytest.raises(ValueError, match=r"tokens: got .*, expected"):
         codec.decode(tokens - 17, grid)
@@ -197,10 +196,10 @@ def test_published_codecs_have_published_widths(name):
         settings = layouts_vq.stock_settings(
             layouts.Weights(name, {name: (name, torch.empty(shape)) for name, shape in names.items()})
         )
-        model = vqgan.VQModel(**settings, num_vq_embeddings=codes, vq_embed_dim=size)
+        model = layouts_vq.VQModel(**settings, num_vq_embeddings=codes, vq_embed_dim=size)
     shapes = {key: tuple(value.shape) for key, value in model.state_dict().items()}
     assert shapes["quantize.embedding.weight"] == ((16384, 8) if "llama" in name else (8192, 256))
-    assert shapes["decoder.conv_in.weight"] == (512, 256, 3, 3) and vqgan.ImageCodec(model).factor == 16
+    assert shapes["decoder.conv_in.weight"] == (512, 256, 3, 3) and layouts_vq.ImageCodec(model).factor == 16
     assert [model.encoder.down_blocks[i].resnets[1].conv2.out_channels for i in range(5)] == [128, 128, 256, 256, 512]
     assert all(len(block.resnets) == 3 for block in model.decoder.up_blocks)
     assert any("attentions" in key and "up_blocks.0" in key for key in shapes) == ("llama" in name)

@@ -17,7 +17,7 @@ from tests.image_cases import CASES, TEXTS, Case, draw, expected, llamagen_model
 from visspec import tree as trees
 from visspec.api.images.pipeline import ImagePipeline
 from visspec.cli import bench_image
-from visspec.models.codecs.vqgan import ImageCodec, VQModel
+from visspec.models.codecs.vq_layout import ImageCodec, VQModel
 from visspec.models.image_codes.families import family_of
 from visspec.models.image_codes.target import ImageAR, ImageLayout
 from visspec.models.jacobi.drafter import Jacobi

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.doubles import generators
+from tests.layouts import mar_conditions
 from visspec import tree as trees
 from visspec.accept.coupled import Coupled
 from visspec.accept.surrogate import Surrogate
@@ -88,10 +89,12 @@ def by_hand(model, values, order, count, label, x, t, guidance, scale, plan):
     place, raster_values = order[min(count, TOKENS - 1)], torch.zeros(1, TOKENS, SIZE)
     raster_values[0, order[:count]] = values[:count]
     time = plan.times[t]
-    given = model.head(x, time, model(raster_values, known, torch.tensor([label]))[:, place])
+    given = model.head(x, time, mar_conditions(model, raster_values, known, torch.tensor([label]))[:, place])
     eps, share = given.chunk(2, dim=-1)
     if guidance != 1.0:
-        without = model.head(x, time, model(raster_values, known, torch.tensor([UNCONDITIONAL]))[:, place])
+        without = model.head(
+            x, time, mar_conditions(model, raster_values, known, torch.tensor([UNCONDITIONAL]))[:, place]
+        )
         eps = without[:, :SIZE] + scale * (eps - without[:, :SIZE])
     signal, noise = plan.signal[t, None], plan.noise[t, None]
     value = (x - noise * eps) / signal if plan.predicts == "noise" else signal * x - noise * eps

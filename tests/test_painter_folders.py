@@ -8,15 +8,18 @@ from tests.doubles import altered, one_sentence
 from tests.tiny_images import painter_processor
 from visspec import ImagePipeline
 from visspec.api.loading import load_image_model
-from visspec.models.mar import layout as mar
-from visspec.models.randar import model as any_order
-from visspec.models.var import layout as scale
+from visspec.models.mar.layout import MARImageModel
+from visspec.models.randar.layout import RandARImageModel
+from visspec.models.var.layout import VARImageModel
 
 KINDS = {  # how a painter is made, its processor, what loads it, a tensor of it, and its type
-    "scale": (test_scale_painter.fresh, None, scale.load, "var.head.bias", "var_image"),
-    "mar": (lambda: test_mar_painter.fresh(test_mar_painter.SMALL), None, mar.load, "mar.z_proj.bias", "mar_image"),
+    "scale": (test_scale_painter.fresh, None, VARImageModel.read, "var.head.bias", "var_image"),
+    "mar": (
+        lambda: test_mar_painter.fresh(test_mar_painter.SMALL), None, MARImageModel.read, "mar.z_proj.bias",
+        "mar_image",
+    ),
     "any_order": (
-        test_any_order_painter.fresh, lambda: painter_processor(), any_order.load, "words.weight",
+        test_any_order_painter.fresh, lambda: painter_processor(), RandARImageModel.read, "words.weight",
         "randar_image",
     ),
 }  # fmt: skip

@@ -27,6 +27,9 @@ def target(model, budget=None):
     return ScaleTarget(VARImages(model, codec=vae(), budget=budget))
 
 
+WHOLE = 1 << 20  # as many tokens as there are
+
+
 def uniform(tokens, scales=LONG, depth=2, window=4):
     return CacheBudget(tuple(tuple(min(tokens, have) for have in scales.begins[1:-1]) for _ in range(depth)), window)
 
@@ -34,7 +37,7 @@ def uniform(tokens, scales=LONG, depth=2, window=4):
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0, guidance=2.5)])
 def test_a_whole_budget_is_bit_identical(model, sampling):
     kept, distributions = [], []
-    for budget in (None, CacheBudget.full(LONG, 2)):
+    for budget in (None, uniform(WHOLE)):
         made = target(model, budget)
         kept.append(images(plain(made, [1, 4, 0], sampling, scales=6)))
         reading = made.reading(plain(made, [1], sampling, scales=6).request.inputs, sampling, model)
@@ -44,15 +47,14 @@ def test_a_whole_budget_is_bit_identical(model, sampling):
             reading.keep([1])
         distributions.append(said)
     assert torch.equal(kept[0], kept[1]) and all(torch.equal(a, b) for a, b in zip(*distributions))
-    assert target(model, CacheBudget.full(LONG, 2)).capabilities.guarantee == "exact"
+    assert target(model, uniform(WHOLE)).capabilities.guarantee == "exact"
 
 
 def test_bytes_stay_within_the_budget(model):
     budget, each = uniform(12), 2 * 32 * 2 * 4  # bytes of a token in a layer: keys and values, width, rows, float32
     state = plain(target(model, budget), [1, 4], Sampling(1.0), scales=6)
-    assert max(budget.bytes(model, 2)) == 2 * 12 * each
     assert state.trace.memory == {"cache": 2 * 12 * each, "pass": (2 * 12 + 64) * each}
-    assert budget.bytes(model, 2) == [2 * each * kept for kept in (1, 5, 12, 12, 12)]
+    assert budget.tokens == ((1, 5, 12, 12, 12),) * 2
     whole = plain(target(model), [1, 4], Sampling(1.0), scales=6).trace.memory
     assert whole["cache"] > 5 * state.trace.memory["cache"]
 
@@ -204,11 +206,11 @@ def checked(*row):
         (lambda: allot(0.01), r"share: got 0.01, 1 tokens, expected at least the window of 16"),
         (lambda: allot(1.5), r"share: got 1.5, expected a share in \[0, 1\]"),
         (lambda: checked(1, 5), r"budget: got 2 layers of \[2\] scales, expected 2 layers of 5"),
-        (lambda: CacheBudget.full(LONG, 3).check(LONG, 2), "budget: got 3 layers"),
-        (lambda: VARImages(network(0), codec=vae(), budget=CacheBudget.full(LONG, 2)), "budget: got 2 layers of"),
-        (lambda: VARImages(network(0), codec=vae(), refiner=network(1), handover=1, budget=CacheBudget.full(SCALES, 2)),
+        (lambda: uniform(WHOLE, depth=3).check(LONG, 2), "budget: got 3 layers"),
+        (lambda: VARImages(network(0), codec=vae(), budget=uniform(WHOLE)), "budget: got 2 layers of"),
+        (lambda: VARImages(network(0), codec=vae(), refiner=network(1), handover=1, budget=uniform(WHOLE, SCALES)),
          "budget: got a budget and a refiner"),
-        (lambda: SmallVAR(network(0)).attach(VARImages(network(0), codec=vae(), budget=CacheBudget.full(SCALES, 2))),
+        (lambda: SmallVAR(network(0)).attach(VARImages(network(0), codec=vae(), budget=uniform(WHOLE, SCALES))),
          "drafter: got one with a refiner or a budget"),
     ],
 )  # fmt: skip
@@ -231,4 +233,5 @@ def test_budget_in_pipeline(model):
     other = ImagePipeline(model, None, parts={"codec": vae(), "budget": budget})
     assert torch.equal(other("3", seed=2, output_type="latent").images[0], out.images[1])
     assert out.stats[0].guarantee == "approximate" and "part of its cache" in str(out.stats[0])
-    assert out.traces[0].memory["cache"] <= max(budget.bytes(model, 2 * 2))
+    each = 2 * 32 * 4 * 4  # bytes of a token in a layer, of four rows
+    assert out.traces[0].memory["cache"] <= each * max(map(sum, zip(*budget.tokens)))

@@ -189,8 +189,9 @@ def test_the_shipped_pair_draws_in_every_way(included):
     kept = included.with_parts({"budget": 0.1})(texts, **options)
     budget = VARImages(included.model, budget=0.1).budget
     assert kept.stats[0].guarantee == "approximate"
-    assert kept.traces[0].memory["cache"] <= max(budget.bytes(included.model.var, 4))
-    assert max(sum(row) for row in zip(*budget.tokens)) <= 6 * 23
+    var, most = included.model.var, max(map(sum, zip(*budget.tokens)))
+    assert kept.traces[0].memory["cache"] <= 2 * var.config.width * 4 * var.pos_start.element_size() * most  # four rows
+    assert most <= 6 * 23
 
 
 @shipped

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from tests.doubles import one_sentence
 from tests.layouts import DECODED, ENCODED, KLFormulas, ScaleFormulas, affine, conv, filled, ldm_names, scale_tensors
-from visspec.models.scales.multiscale import SCALES, MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
+from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.models.scales.reading import ConditionState
 from visspec.models.var import layout as layouts_var
 from visspec.models.var.network import VAR, VARConfig
@@ -99,6 +99,10 @@ def vq_names(shape):
     return names | {"quantize.embedding.weight": (shape.codes, shape.size)}
 
 
+SCALES = {
+    256: ScaleSizes.square(1, 2, 3, 4, 5, 6, 8, 10, 13, 16),
+    512: ScaleSizes.square(1, 2, 3, 4, 6, 9, 13, 18, 24, 32),
+}
 TINY = MultiScaleShape(16, 4, channels=32, multipliers=(1, 2), blocks=1)
 # ticks 1/12, 13/36, 23/36, 11/12 and k / 9; 2/9 and 7/9 lie between two, and the published rounding takes the later
 NEAREST = (0, 0, 1, 1, 1, 2, 2, 3, 3, 3)
@@ -216,7 +220,7 @@ def test_published_sizes():
     for side, total in ((256, 680), (512, 2240)):
         assert SCALES[side].total == total == sum(size for size in SCALES[side].sizes)
     with torch.device("meta"):
-        model, vae = VAR(VARConfig.of(16, SCALES[256])), MultiScaleVAE(MultiScaleShape())
+        model, vae = VAR(VARConfig(1024, 16, 16, SCALES[256])), MultiScaleVAE(MultiScaleShape())
     found = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     assert found == var_names(model.config)
     assert round(sum(p.numel() for p in model.parameters()) / 1e5) == 3103  # 310.3 millions

@@ -268,7 +268,7 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
     if spec is None or spec == "none":
         return None, "none"
     if isinstance(spec, nn.Module):
-        return load("visspec.models.assistants:assistant")(spec, model), type(spec).__name__
+        return load("visspec.models.published:assistant")(spec, model), type(spec).__name__
     if not isinstance(spec, (str, Path)):
         return spec, type(spec).__name__
     name, options = split(str(spec))

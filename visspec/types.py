@@ -329,12 +329,20 @@ class State:
         return max(map(self.room, self.rows))
 
     def room(self, row: int) -> int:
-        """Return the number of tokens that an original row may still emit."""
+        """Return the number of tokens that an original row may still emit.
+
+        Args:
+            row: Original number of the row.
+        """
         own = self.request.each[row] if self.request.each else self.request
         return own.max_new_tokens - len(self.output.tokens[row])
 
     def ids(self, row: int) -> Tensor:
-        """Return prompt and emitted tokens of an original row, (1, length)."""
+        """Return prompt and emitted tokens of an original row, (1, length).
+
+        Args:
+            row: Original number of the row.
+        """
         return self.output.ids(row)
 
 
@@ -402,6 +410,9 @@ class Target:
     def prefill(self, request: Request) -> tuple[State, Scores]:
         """Run the prompt.
 
+        Args:
+            request: The request.
+
         Returns:
             The new state, and scores with distributions (B, 1) after the prompt and features (B, L, F).
         """
@@ -433,21 +444,40 @@ class Target:
         raise ValueError(f"drafter: {type(self).__name__} can't run single layers. Choose another drafter.")
 
     def stored(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-        """Return read-only keys and values (B, H, S, E) of layers, and a mask (B, S) of committed slots (None: all)."""
+        """Return read-only keys and values (B, H, S, E) of layers, and a mask (B, S) of committed slots (None: all).
+
+        Args:
+            state: The request.
+            layers: Indices of layers.
+        """
         raise ValueError(f"drafter: {type(self).__name__} does not expose keys and values. Choose another drafter.")
 
     def law(self, request: Request) -> Callable[[Tensor], Tensor] | None:
         """Return a function from hidden states (..., X), the "states" in `Scores.aux`, to log-distributions (..., V).
         They are correct up to a constant and ignore the grammar. The function may be wrong, so compare its results with
         those of a pass. None if the head can't be run alone.
+
+        Args:
+            request: The request.
         """
         return None
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
-        """Keep the accepted nodes in the cache."""
+        """Keep the accepted nodes in the cache.
+
+        Args:
+            state: The request.
+            draft: The round's draft.
+            outcome: What the host knows of the round: lengths and paths.
+        """
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Keep only these live rows, given by index."""
+        """Keep only these live rows, given by index.
+
+        Args:
+            state: The request.
+            keep: Indices of the live rows to keep.
+        """
 
     @property
     def pads(self) -> bool:
@@ -455,7 +485,11 @@ class Target:
         return False
 
     def finish(self, state: State) -> None:
-        """Release what the request borrowed. Called when a request has ended, unless an exception ended it."""
+        """Release what the request borrowed. Called when a request has ended, unless an exception ended it.
+
+        Args:
+            state: The request.
+        """
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         """Append live rows of another request to the live rows.
@@ -554,10 +588,19 @@ class Drafter:
         raise ValueError(f"form: {kind} has no form {form!r}. Other engines can't read this drafter.")
 
     def attach(self, target: Any) -> None:
-        """Connect to the model or image family. Called when a setup is built, and after device or dtype changed."""
+        """Connect to the model or image family. Called when a setup is built, and after device or dtype changed.
+
+        Args:
+            target: The transformers model, or the image family.
+        """
 
     def start(self, state: State, scores: Scores) -> None:
-        """Process the scores of the prefill. Called once per request."""
+        """Process the scores of the prefill. Called once per request.
+
+        Args:
+            state: The request.
+            scores: The target's distribution and features after the prompt.
+        """
 
     def propose(self, state: State, depth: int) -> Draft:
         """Propose a draft.
@@ -580,10 +623,19 @@ class Drafter:
         """
 
     def finish(self, state: State) -> None:
-        """Release what the request used. Called when a request has ended, unless an exception ended it."""
+        """Release what the request used. Called when a request has ended, unless an exception ended it.
+
+        Args:
+            state: The request.
+        """
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Keep only these live rows, given by index."""
+        """Keep only these live rows, given by index.
+
+        Args:
+            state: The request.
+            keep: Indices of the live rows to keep.
+        """
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         """Add live rows of another request after its `start`. Only called with `traits.joins`.
@@ -595,7 +647,11 @@ class Drafter:
         """
 
     def sketch(self, state: State) -> Tensor:
-        """Draft whole images after the prefill. Returns codes (B, rows * columns) of the live rows, in raster order."""
+        """Draft whole images after the prefill. Returns codes (B, rows * columns) of the live rows, in raster order.
+
+        Args:
+            state: The request.
+        """
         raise NotImplementedError
 
 
@@ -622,7 +678,11 @@ class Acceptance:
     traits = RuleTraits()
 
     def bind(self, capabilities: Capabilities) -> None:
-        """Adapt the rule to a target. Called on a copy of the user's rule when a setup is built."""
+        """Adapt the rule to a target. Called on a copy of the user's rule when a setup is built.
+
+        Args:
+            capabilities: Those of the target.
+        """
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Any:
         """Create the random numbers of a request, a `sampling.BufferedNoise`.
@@ -659,7 +719,12 @@ class Order:
     distribution: type[Distribution] = Categorical
 
     def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
-        """Return this order for the rule and drafter of a setup. Raises ValueError if they are incompatible."""
+        """Return this order for the rule and drafter of a setup. Raises ValueError if they are incompatible.
+
+        Args:
+            rule: The acceptance rule.
+            drafter: The drafter; None for plain decoding.
+        """
         return self
 
     def decode(

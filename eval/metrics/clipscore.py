@@ -68,7 +68,7 @@ def from_folder(
         known = {row["id"]: row["cosine"] for row in journal}
     cosines = np.array([known[key] for key in keys if key in known])
     if not len(cosines):
-        raise ValueError(f"no image of {folder} can be read; the first problem: {problems[0]}")
+        raise ValueError(f"no image of {folder} can be read; the first problem: {problems[0]}.")
     values = 100 * cosines
     error = float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
     result = {"name": f"CLIPScore[{scorer.name}]", "value": float(values.mean()), "n": len(values)}

@@ -65,12 +65,12 @@ class DiffusionModel(StructuredDrafter):
         theirs, config = describe(model), getattr(network, "config", None)
         mask = getattr(config, "mask_token_id", None) if mask is None else mask
         if mask is None:
-            raise ValueError("mask: got None, expected the id of the network's mask token")
+            raise ValueError("mask: got None, expected the id of the network's mask token.")
         self.network, self.vocab, self.mask = network, theirs.vocab, mask
         self.known, read = self._vocabularies(network)
         check_whole("mask", mask, 0, read - 1)
         if abs(self.known - self.vocab) > VOCABULARY_PADDING:
-            raise ValueError(f"drafter: vocabulary of {self.known}, expected the target's {self.vocab}")
+            raise ValueError(f"drafter: vocabulary of {self.known}, expected the target's {self.vocab}.")
         for name, value, most in (
             ("block", block, MAX_NODES - 1),
             ("steps", steps, block),
@@ -80,11 +80,11 @@ class DiffusionModel(StructuredDrafter):
         ):
             check_whole(name, value, 1, most)
         if steps > 1 and width > 1:
-            raise ValueError(f"steps: got {steps} for trees, expected 1")
+            raise ValueError(f"steps: got {steps} for trees, expected 1.")
         longest = getattr(config, "max_position_embeddings", None) or 1 << 30
         self.block, self.steps, self.reads = block, steps, min(reads, longest - block)
         if self.reads < 1:
-            raise ValueError(f"block: got {block}, expected less than the {longest} positions of the network")
+            raise ValueError(f"block: got {block}, expected less than the {longest} positions of the network.")
         self.shift, self.width, self.nodes = int(shifted), width, nodes
         self.content = theirs.never_drafted
         self.placed = "position_ids" in inspect.signature(network.forward).parameters
@@ -101,10 +101,10 @@ class DiffusionModel(StructuredDrafter):
     def _grow(self, tree: str) -> None:
         super()._grow(tree)
         if self.steps > 1 and self.width > 1:
-            raise ValueError(f"tree: got {tree!r} with {self.steps} steps, expected chains")
+            raise ValueError(f"tree: got {tree!r} with {self.steps} steps, expected chains.")
 
     def start(self, state: State, scores: Scores) -> None:
-        state.memory = _Prompts(self.words(state.request.prompt, scores.aux.get("attention")))
+        state.memory = self.words(state.request.prompt, scores.aux.get("attention"))
 
     def words(self, prompt_BL: Tensor, attention_BL: Tensor | None) -> list[list[int]]:
         """Return each row's ids without padding and image placeholders."""
@@ -116,7 +116,7 @@ class DiffusionModel(StructuredDrafter):
 
     def propose(self, state: State, depth: int) -> Draft:
         depth = min(self.levels(state, depth), self.block)
-        texts = [state.memory.prompts[row] + list(state.tokens[row]) for row in state.rows]
+        texts = [state.memory[row] + list(state.tokens[row]) for row in state.rows]
         texts = [text if len(text) <= self.reads else [text[0], *text[len(text) - self.reads + 1 :]] for text in texts]
         if self.structure(state).width > 1:
             state.calls["draft_pass"] += 1
@@ -167,11 +167,4 @@ class DiffusionModel(StructuredDrafter):
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         for b, row in zip(take, state.rows[-len(take) :]):
-            state.memory.prompts[row : row + 1] = other.memory.prompts[other.rows[b] :][:1]
-
-
-class _Prompts:
-    """The prompts of a request's rows, without padding and image placeholders."""
-
-    def __init__(self, prompts: list[list[int]]):
-        self.prompts = prompts
+            state.memory[row : row + 1] = other.memory[other.rows[b] :][:1]

@@ -56,8 +56,11 @@ NEEDED = ("block_size", "mask_token_id", "target_layer_ids")  # configuration en
 
 class BlockModel(StructuredDrafter):
     """Drafts from `assistant`, a loaded block drafter made for `model`. width > 1: trees of at most `nodes` nodes over
-    the block's distributions instead of chains; `shaped` changes this. form: variant of a published checkpoint. Raises
-    ValueError if the drafter does not fit the target.
+    the block's distributions instead of chains; `shaped` changes this. Raises ValueError if the drafter does not fit
+    the target.
+
+    Args:
+        form: Variant of a published checkpoint.
     """
 
     saved_as = "network"
@@ -74,12 +77,12 @@ class BlockModel(StructuredDrafter):
         config = assistant.config
         theirs, text = describe(model), model.config.get_text_config()
         if config.hidden_size != text.hidden_size:
-            raise ValueError(f"drafter: hidden size of {config.hidden_size}, expected the target's {text.hidden_size}")
+            raise ValueError(f"drafter: hidden size of {config.hidden_size}, expected the target's {text.hidden_size}.")
         for layer in config.target_layer_ids:
             if not 0 <= layer < depth(model):
-                raise ValueError(f"drafter: target_layer_ids contains layer {layer}, expected 0..{depth(model) - 1}")
+                raise ValueError(f"drafter: target_layer_ids contains layer {layer}, expected 0..{depth(model) - 1}.")
         if not 0 <= config.mask_token_id < text.vocab_size:
-            raise ValueError(f"drafter: mask_token_id {config.mask_token_id}, expected an id below {text.vocab_size}")
+            raise ValueError(f"drafter: mask_token_id {config.mask_token_id}, expected an id below {text.vocab_size}.")
         self.assistant, self.vocab, self.width, self.nodes = assistant, theirs.vocab, width, nodes
         self.model, self.form = model, form or DFlashVariant()
         self.cache_name = cache_argument(assistant.forward) or CACHE
@@ -99,24 +102,25 @@ class BlockModel(StructuredDrafter):
         most += [(head.candidates, "candidates of a place")] if head is not None and head.candidates else []
         for count, what in most:
             if self.width > count:
-                raise ValueError(f"width: got {self.width}, expected at most the {count} {what}")
+                raise ValueError(f"width: got {self.width}, expected at most the {count} {what}.")
         if self.width > 1 and head is not None and head.remembers:
-            raise ValueError(f"width: got {self.width} for a head that depends on the whole chain, expected 1")
+            raise ValueError(f"width: got {self.width} for a head that depends on the whole chain, expected 1.")
 
     def shaped(self, tree: str | int = "", confidence: float = 0.0) -> Self:
         """Set the structure and length of drafts, see `StructuredDrafter.shaped`.
 
-        confidence: for chains of a drafter whose head predicts acceptance rates (DSpark): a row's chain ends, from the
-            second level on, where the product of the rates is lower. The next round drafts at most one level more than
-            the longest row kept, or twice as many if all drafted levels were kept.
+        Args:
+            confidence: For chains of a drafter whose head predicts acceptance rates (DSpark): a row's chain ends, from
+                the second level on, where the product of the rates is lower. The next round drafts at most one level
+                more than the longest row kept, or twice as many if all drafted levels were kept.
         """
         super().shaped(tree)
         if confidence:
             if self.traits.trees or getattr(self.form.sequential, "confidence", None) is None:
                 what = "trees" if self.traits.trees else "a drafter without a head that predicts acceptance rates"
-                raise ValueError(f"confidence: got {confidence} for {what}, expected chains of a drafter that has one")
+                raise ValueError(f"confidence: got {confidence} for {what}, expected chains of a drafter that has one.")
             if not 0 <= confidence < 1:
-                raise ValueError(f"confidence: got {confidence}, expected a probability below 1")
+                raise ValueError(f"confidence: got {confidence}, expected a probability below 1.")
             self.confidence = confidence
         return self
 

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from visspec.io.checkpoint import write_folder
-from visspec.models.block import sequential
+from visspec.io.checkpoint import check_choice, write_folder
 from visspec.models.block.dflash2 import CONVOLUTIONS
 from visspec.models.block.sequential import CandidateSelector, Domino, Spark, entries, published_name
 from visspec.models.drafting.published_config import VERSION, speculators_config
@@ -20,7 +19,8 @@ if TYPE_CHECKING:
 ALGORITHMS = {type(None): "dflash", CandidateSelector: "dflash2", Spark: "dspark", Domino: "domino"}  # by head class
 DFLASH2 = "DFlash2DraftModel"
 FORMS = ("dflash", "dflash2", "dspark", "domino", "speculators", "transformers")
-RENAMED = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+# names of the assistant's tensors in published files
+ASSISTANT = {"encoder.fc.weight": "fc.weight", "encoder.output_norm_enc.weight": "hidden_norm.weight"}
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -42,13 +42,10 @@ def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | No
     if form == "transformers":
         assistant.save_pretrained(folder)
         return
-    names = {own: name for name, own in RENAMED.items()}
-    tensors = {names.get(name, name): tensor for name, tensor in assistant.state_dict().items()}
+    tensors = {ASSISTANT.get(name, name): tensor for name, tensor in assistant.state_dict().items()}
     block = drafter.form
     if block.sequential is not None:
-        tensors |= {
-            published_name(name, sequential.WRITTEN): tensor for name, tensor in block.sequential.state_dict().items()
-        }
+        tensors |= {published_name(name): tensor for name, tensor in block.sequential.state_dict().items()}
     if block.head is not None:
         tensors["lm_head.weight"] = block.head.weight
         if block.ids is not None:
@@ -59,8 +56,7 @@ def write(drafter: BlockModel, folder: str | Path, form: str, verifier: str | No
 
 def check_form(drafter: BlockModel, form: str) -> None:
     """Raise ValueError if a published form cannot represent a drafter."""
-    if form not in FORMS:
-        raise ValueError(f"form: got {form!r}, expected one of {', '.join(FORMS)}")
+    check_choice("form", form, FORMS)
     block, plain, flat = drafter.form, type(drafter.form)(), ("scale", "multiplier", "softcap")
     only = {"dflash": flat, "dflash2": flat, "domino": ("anchor", *flat), "transformers": ()}
     walks: dict[str, Any] = {"dflash2": CandidateSelector, "dspark": Spark, "domino": Domino}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,32 +22,25 @@ import torch
 from torch import Tensor, nn
 from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel, PreTrainedModel
 
-from visspec.io.checkpoint import (
-    LARGEST,
-    check_shapes,
-    check_whole,
-    check_wholes,
-    load_strictly,
-    read_tensors,
-    shorten,
-)
-from visspec.models.block import sequential
+from visspec.io.checkpoint import LARGEST, check_whole, check_wholes, shorten
 from visspec.models.block.dflash2 import CONVOLUTIONS, DFlash2Model, with_convolutions
 from visspec.models.block.drafter import BlockModel, DFlashVariant
-from visspec.models.block.export import RENAMED, SIZES
+from visspec.models.block.export import ASSISTANT, SIZES
 from visspec.models.block.sequential import Spark, published_name, sequential_of
 from visspec.models.decoder.target import vocabulary
 from visspec.models.drafting.checkpoint import sentence_of
 from visspec.models.drafting.published_config import (
+    check_entries,
     check_ids,
     check_verifier,
     entry,
     list_of,
     object_of,
+    read_stripped,
     rope_of,
-    strip_prefix,
 )
 from visspec.models.layers import MOST_LAYERS, depth
+from visspec.models.published_tensors import load_published
 
 OF_THE_TARGET = ("embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight")
 OWN_HEAD = ("lm_head.weight", "d2t", "t2d")
@@ -69,59 +63,46 @@ def read(
 
     Raises ValueError, before it reads weights, unless the tensors are exactly those of the form and of this target.
     """
+    parts: Any = nn.Module()
+    table = cast(Tensor, model.get_input_embeddings().weight)
     with sentence_of(folder), torch.device("meta"):
         config, block = config_of(folder, form, data, model, causal)
         vocab = entry(folder, layer_of(folder, form, data), "vocab_size", int)
         if vocab != vocabulary(model):
             raise ValueError(f"drafter: made for a target of vocabulary {vocab}, got a model of {vocabulary(model)}")
         few = (data.get("draft_vocab_size") or vocab) if form == "speculators" else 0
-        head = _sequential(folder, form, data, vocab, few, model)
         network = DFlash2Model if algorithm(form, data) == "dflash2" else MuseGlimmerAssistantModel
-        assistant: Any = network(config)
-        own: Any = _own(form, shapes, config.hidden_size, few, vocab)
+        parts.assistant, parts.own = network(config), _own(form, shapes, config.hidden_size, few, vocab)
+        parts.head = sequential_of(folder, algorithm(form, data), entries_of(form, data), vocab, few, table)
     if network is DFlash2Model and 0 < few < vocab:
         raise ValueError(f"drafter: draft_vocab_size of {folder} is {few}, expected {vocab} for a selector")
-    skipped = {"speculators": (*OF_THE_TARGET, *OWN_HEAD), "deepspec": COPIES}.get(form, ())
-    bare = {name: name.removeprefix("logit_head.") for name in shapes}  # a prefix in early files of SpecForge
-    walking = {name for name in shapes if head is not None and bare[name].startswith(sequential.PREFIXES)}
-    rest = shapes.keys() - walking - set(skipped)
-    names = {name: RENAMED.get(name, name) for name in shapes if name in rest}
-    heads = {name: published_name(bare[name], sequential.PUBLISHED) for name in shapes if name in walking}
-    stored = {own: name for name, own in (RENAMED | names | heads).items()}
+    ignored = {"speculators": (*OF_THE_TARGET, *OWN_HEAD), "deepspec": COPIES}.get(form, ())
+    tensors = partial(read_stripped, folder)
 
-    def named(own: str) -> str:
-        return stored.get(own) or published_name(own, sequential.WRITTEN)
+    def rebuild() -> nn.Module:
+        parts.to_empty(device="cpu").assistant = network(config)  # its rotary tables are in no file
+        return parts
 
-    check_shapes(assistant, {target_name: tuple(shapes[name]) for name, target_name in names.items()}, folder, named)
-    if head is not None:
-        check_shapes(head, {target_name: tuple(shapes[name]) for name, target_name in heads.items()}, folder, named)
-    owned = own.state_dict().keys() & shapes.keys()
-    check_shapes(own, {name: tuple(shapes[name]) for name in owned}, folder)
-    assistant = network(config)
-    assistant = assistant.to(model.dtype).eval()
-    tensors = strip_prefix(read_tensors(folder), folder)
-    load_strictly(assistant, {target_name: tensors[name] for name, target_name in names.items()}, folder, named)
-    own = own.to_empty(device="cpu").to(model.dtype)
-    load_strictly(own, {name: tensors[name] for name in owned}, folder)
-    more = _fields(folder, own.to(model.device), model, vocab)
-    if head is not None:
-        head = head.to_empty(device="cpu").to(model.dtype).eval()
-        load_strictly(head, {target_name: tensors[name] for name, target_name in heads.items()}, folder, named)
-        more["sequential"] = head.to(model.device)
-        if isinstance(head, Spark):
-            head.ids = more.get("ids")
-    return BlockModel(assistant.to(model.device), model, width, nodes, replace(block, **more))
+    parts = load_published(parts, shapes, tensors, folder, model.dtype, _published, ignored, rebuild).to(model.device)
+    head, more = parts.head, _fields(folder, parts.own, model, vocab)
+    if isinstance(head, Spark):
+        head.ids = more.get("ids")
+    return BlockModel(parts.assistant, model, width, nodes, replace(block, sequential=head, **more))
+
+
+def _published(own: str) -> str:
+    """Return the published name of a tensor of `read`'s parts."""
+    part, _, name = own.partition(".")
+    return ASSISTANT[name] if name in ASSISTANT else published_name(name) if part == "head" else name
 
 
 def layer_of(folder: Path, form: str, data: dict) -> dict:
     return entry(folder, data, "transformer_layer_config", dict) if form == "speculators" else data
 
 
-def _sequential(folder: Path, form: str, data: dict, vocab: int, few: int, model: PreTrainedModel) -> Any:
-    """Build the sequential head on `meta`, or return None if the form or the checkpoint has none."""
-    fields = data if form == "speculators" else {**data, **object_of(data.get("dflash_config"))}
-    table = cast(Tensor, model.get_input_embeddings().weight)
-    return sequential_of(folder, algorithm(form, data), fields, vocab, few, table)
+def entries_of(form: str, data: dict) -> dict:
+    """Return a checkpoint's own entries at one level."""
+    return data if form == "speculators" else {**data, **object_of(data.get("dflash_config"))}
 
 
 def algorithm(form: str, data: dict) -> str:
@@ -133,17 +114,13 @@ def config_of(
     folder: Path, form: str, data: dict, model: PreTrainedModel, causal: bool | None = None
 ) -> tuple[MuseGlimmerAssistantConfig, DFlashVariant]:
     """Convert a checkpoint's configuration to transformers' and a variant. Raises ValueError if it is unsupported."""
-    layer, more = layer_of(folder, form, data), object_of(data.get("dflash_config"))
-    fields = data if form == "speculators" else {**data, **more}
+    layer, fields = layer_of(folder, form, data), entries_of(form, data)
     check_verifier(folder, data, model)
     sizes = {name: entry(folder, layer, name, int) for name in SIZES}
     check_whole("num_hidden_layers", sizes["num_hidden_layers"], 1, MOST_LAYERS)
     theta, scaling, _, _, partial = rope_of(folder, layer)
-    if partial != 1:
-        raise ValueError(f"drafter: partial_rotary_factor of {folder} is {shorten(partial)}, expected 1.0")
-    for name, expected in (("attention_bias", False), ("hidden_act", "silu")):
-        if (value := layer.get(name) or expected) != expected:
-            raise ValueError(f"drafter: {name} of {folder} is {shorten(value)}, expected {expected!r}")
+    check_entries(folder, {"partial_rotary_factor": partial}, {"partial_rotary_factor": 1.0})
+    check_entries(folder, layer, {"attention_bias": False, "hidden_act": "silu"})
     for name in ("block_size", "mask_token_id"):
         check_whole(name, fields.get(name), 2 if name == "block_size" else 0, LARGEST)
     kinds = _kinds(folder, layer, sizes["num_hidden_layers"])

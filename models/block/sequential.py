@@ -21,24 +21,24 @@ from visspec.models.layers import over_vocabulary
 Below = Callable[[int, Tensor], Tensor]
 KINDS = ("vanilla", "gated", "rnn")
 SELECTOR = {"selector_rank": 256, "selector_top_k": 16}  # published values
-PUBLISHED = {  # published module names -> attributes of `Spark` and `CandidateSelector`
-    "candidate_selector": "",
-    "candidate_selector.hidden_projection": "hidden_projection",
-    "markov_head.markov_w1": "markov.down",
-    "markov_head.markov_w2": "markov.up",
-    "markov_head.gate_proj": "markov.gate",
-    "markov_head.joint_proj": "markov.joint",
-    "confidence_head.proj": "confidence.linear",
+PUBLISHED = {  # attributes of `Spark` and `CandidateSelector` -> published module names
+    "": "candidate_selector",
+    "hidden_projection": "candidate_selector.hidden_projection",
+    "markov.down": "markov_head.markov_w1",
+    "markov.up": "markov_head.markov_w2",
+    "markov.gate": "markov_head.gate_proj",
+    "markov.joint": "markov_head.joint_proj",
+    "confidence.linear": "confidence_head.proj",
 }
-WRITTEN = {own: name for name, own in PUBLISHED.items()}
-PREFIXES = ("candidate_selector.", "markov_head.", "confidence_head.", "prefix_gru.", "embed_proj.")
 
 
 class Markov(nn.Module):
     """Logits that a token adds to those of the next place, as the product of two matrices; (..., V).
 
-    kind: "gated" weights the token's vector (..., r) by the place's hidden state (..., d); "rnn" carries a state
-    (..., r) from place to place. few: number of ids that get logits, if not all.
+    Args:
+        kind: "gated" weights the token's vector (..., r) by the place's hidden state (..., d); "rnn" carries a state
+            (..., r) from place to place.
+        few: Number of ids that get logits, if not all.
     """
 
     def __init__(self, vocab: int, rank: int, kind: str = "vanilla", hidden: int = 0, few: int = 0):
@@ -52,7 +52,11 @@ class Markov(nn.Module):
             self.joint = nn.Linear(2 * rank + hidden, 3 * rank)
 
     def forward(self, hidden: Tensor, token: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return what tokens (...) add, and the state. hidden: (..., d), the same for all tokens of a tree level."""
+        """Return what tokens (...) add, and the state.
+
+        Args:
+            hidden: (..., d), the same for all tokens of a tree level.
+        """
         before = self.down(token)
         if self.kind == "vanilla":
             return self.up(before), None
@@ -85,12 +89,9 @@ class Sequential(nn.Module):
 
     remembers = False  # a place's distribution depends on more than the token before it, which rules out trees
     candidates = 0  # number of tokens kept per place; 0: all
-
-    def begun(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
-        """Start a draft, given logits and hidden states of the pass. Returns a function to be called for the places in
-        turn: from a place's index and the tokens above it (B, W) to the logits of its distributions, (B, W, V).
-        """
-        raise NotImplementedError
+    # (logits (B, K, V) and hidden states (B, K, d) of a pass): a function to be called for the places in turn, from a
+    # place's index and the tokens above it (B, W) to the logits of its distributions, (B, W, V)
+    begun: Callable[[Tensor, Tensor], Below]
 
     def likeliest(self, logits_BKV: Tensor, hidden_BKd: Tensor, token_B: Tensor) -> Tensor | None:
         """Return the chain (B, K) of each place's likeliest token, if that is possible without a sequential walk."""
@@ -104,7 +105,11 @@ class Sequential(nn.Module):
 
 
 class Spark(Sequential):
-    """DSpark's two heads, either of which may be missing. ids: target ids of a drafter's own vocabulary."""
+    """DSpark's two heads, either of which may be missing.
+
+    Args:
+        ids: Target ids of a drafter's own vocabulary.
+    """
 
     def __init__(self, markov: Markov | None, confidence: Confidence | None, ids: Tensor | None = None):
         super().__init__()
@@ -133,7 +138,10 @@ class Spark(Sequential):
 
 class Domino(Sequential):
     """Domino's head: a GRU reads the target's embeddings `table` (V, d) of the tokens so far; its state (r) and the
-    place's hidden state give what is added to the logits. prefix: number of first places without an addition.
+    place's hidden state give what is added to the logits.
+
+    Args:
+        prefix: Number of first places without an addition.
     """
 
     remembers = True
@@ -218,8 +226,12 @@ class CandidateSelector(Sequential):
 def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, table: Tensor) -> Sequential | None:
     """Build the head of a checkpoint, without weights, from its configuration; None if it has none.
 
-    kind: "dflash", "dflash2", "dspark", "deepspec" or "domino". few: size of its own vocabulary, 0: all ids. table: the
-    target's embeddings, at least (V, d). Raises ValueError if it is unsupported.
+    Raises ValueError if it is unsupported.
+
+    Args:
+        kind: "dflash", "dflash2", "dspark", "deepspec" or "domino".
+        few: Size of its own vocabulary, 0: all ids.
+        table: The target's embeddings, at least (V, d).
     """
     hidden, nested = table.shape[1], "speculators_model_type" in said
     if kind == "dflash":
@@ -234,11 +246,11 @@ def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, tab
         return Domino(vocab, table, said["gru_hidden_dim"], said["emb_dim"], prefix)
     rank, named = said.get("markov_rank", 256 if nested else 0) or 0, said.get("markov_head_type", KINDS[0])
     if rank and named not in KINDS:
-        raise ValueError(f"drafter: markov_head_type of {folder} is {shorten(named)}, expected {', '.join(KINDS)}")
+        raise ValueError(f"drafter: markov_head_type of {folder} is {shorten(named)}, expected {', '.join(KINDS)}.")
     has = said.get("enable_confidence_head", nested or bool(said.get("confidence_head_alpha")))
     with_markov = said.get("confidence_head_with_markov", nested)
     if has and with_markov and not rank:
-        raise ValueError(f"drafter: markov_rank of {folder} is 0, expected a positive one for its confidence head")
+        raise ValueError(f"drafter: markov_rank of {folder} is 0, expected a positive one for its confidence head.")
     if not (rank or has):
         return None
     markov = Markov(vocab, rank, named, hidden, few) if rank else None
@@ -246,7 +258,11 @@ def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, tab
 
 
 def entries(head: Sequential | None, anchor: bool) -> dict[str, Any]:
-    """Return a head's entries in a published configuration. anchor: whether the pending token's place predicts."""
+    """Return a head's entries in a published configuration.
+
+    Args:
+        anchor: Whether the pending token's place predicts.
+    """
     if isinstance(head, Domino):
         first = head.embed_proj[0]
         sizes = {
@@ -267,7 +283,7 @@ def entries(head: Sequential | None, anchor: bool) -> dict[str, Any]:
     }
 
 
-def published_name(name: str, names: dict[str, str]) -> str:
-    """Rename a tensor by renaming the module that holds it."""
+def published_name(name: str) -> str:
+    """Return the published name of a head's tensor."""
     module, _, tensor = name.rpartition(".")
-    return ".".join(filter(None, (names.get(module, module), tensor)))
+    return f"{PUBLISHED.get(module, module)}.{tensor}"

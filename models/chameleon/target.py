@@ -3,7 +3,7 @@
 
 The stock forward forbids image tokens, so its backbone and its LM head are called separately. A `PromptStyle` describes
 how the published models differ. transformers has no decoder for these codes; `codec` is one
-(`visspec.models.codecs.vqgan`).
+(`visspec.models.codecs.vq_layout`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from diffusers import VQModel
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from visspec.models.codecs.vqgan import ImageCodec
+from visspec.io.checkpoint import check_choice
+from visspec.models.codecs.vq_layout import ImageCodec
 from visspec.models.image_codes.target import (
     EncodedPrompt,
     Family,
@@ -47,11 +48,6 @@ class PromptStyle:
     sized: bool = False  # the image begins with two tokens for its height and width in steps
     unconditional: tuple[str, ...] = (BOS,)  # prompt tokens before the header that the unconditional prompt keeps
 
-    def header(self, layout: ImageLayout, codes_per_step: int) -> list[str]:
-        """Return the tokens between the words and the first code."""
-        counts = [side // codes_per_step for side in layout.grid] if self.sized else []
-        return [BEGIN, *(f"<reserved{8800 + count:05d}>" for count in counts)]
-
 
 STYLES = {
     "anole": PromptStyle("{}", guidance=3.0, size=512),
@@ -77,8 +73,8 @@ class Chameleon(Family):
     def __init__(
         self, model: PreTrainedModel, processor: Processor, codec: Any = None, style: str | PromptStyle = "anole"
     ):
-        if isinstance(style, str) and style not in STYLES:
-            raise ValueError(f"style: got {style!r}, expected one of {', '.join(STYLES)}")
+        if isinstance(style, str):
+            check_choice("style", style, STYLES)
         self.style = STYLES[style] if isinstance(style, str) else style
         codec = stored_codec(model) if codec is None else codec
         self.model, self.processor, self.codec, self.name = model, processor, codec, model.config.model_type
@@ -132,8 +128,9 @@ class Chameleon(Family):
         """Build the prompt from the ids of each prompt's words, without special ids, and those of the negative prompts
         (None: the unconditional one).
         """
-        ids = self.token_ids
-        header = [ids[name] for name in self.style.header(layout, max(self.style.step // self.factor, 1))]
+        ids, codes_per_step = self.token_ids, max(self.style.step // self.factor, 1)
+        counts = [side // codes_per_step for side in layout.grid] if self.style.sized else []
+        header = [ids[name] for name in (BEGIN, *(f"<reserved{8800 + count:05d}>" for count in counts))]
         rows = [[ids[BOS], *row, ids[TURN], *header] for row in words]
         if guided:
             plain = [*(ids[name] for name in self.style.unconditional), *header]

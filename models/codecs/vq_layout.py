@@ -1,22 +1,74 @@
-"""Published image autoencoders in taming's layout, loaded into diffusers' stock classes.
+"""Published image autoencoders in taming's layout (arXiv 2012.09841), loaded into diffusers' stock classes.
 
-VQ codecs (`VQModel`, see `vqgan.py`): LlamaGen's `vq_ds*.pt`, and the `vqgan.ckpt` of Chameleon, which Anole and
-Lumina-mGPT ship unchanged. KL autoencoders (`AutoencoderKL`): MAR's `kl16.ckpt` and NextStep-1's tokenizer. Optional
-parts (attention, quantizer convolutions) are inferred from names and shapes.
+VQ codecs (`VQModel`): LlamaGen's `vq_ds*.pt`, and the `vqgan.ckpt` of Chameleon, which Anole and Lumina-mGPT ship
+unchanged. They differ in widths, in their codebook and in whether the coarsest level has attention. If a published
+decoder L2-normalizes looked-up codes, the codebook is stored normalized, so that the stock class needs no flag.
+KL autoencoders (`AutoencoderKL`): MAR's `kl16.ckpt` and NextStep-1's tokenizer. Optional parts (attention, quantizer
+convolutions) are inferred from names and shapes.
+
+Shapes: B images, T = rows * columns codes, D code size, K codes.
 """
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
-from diffusers import AutoencoderKL, VQModel
+from diffusers import AutoencoderKL, ConfigMixin, VQModel
+from torch import Tensor
 
-from visspec.models.codecs.vqgan import ImageCodec
 from visspec.models.published_tensors import GROUPS, ModuleT, Rules, Weights
+
+
+def settings_of(model: ConfigMixin) -> dict[str, Any]:
+    """Return the arguments that a diffusers model was created with."""
+    return {name: value for name, value in model.config.items() if not name.startswith("_")}
+
+
+class ImageCodec:
+    """A stock `VQModel` that converts between codes and pixels."""
+
+    def __init__(self, model: VQModel):
+        self.model = model
+
+    @property
+    def codebook(self) -> Tensor:
+        """The vectors that the decoder uses, (K, D)."""
+        return self.model.quantize.embedding.weight.detach()
+
+    @property
+    def factor(self) -> int:
+        """Pixels per code, along one side."""
+        return 2 ** (len(self.model.config["block_out_channels"]) - 1)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        self.model.to(*args, **kwargs)
+        return self
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Decode codes (B, T) in raster order to pixels (B, height, width, 3), float32 in [-1, 1].
+
+        Raises ValueError for a code outside the codebook, which would abort the process on CUDA.
+        """
+        rows, columns = grid
+        codes = self.codebook.shape[0]
+        if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < codes:
+            raise ValueError(f"tokens: got {int(tokens.min())}..{int(tokens.max())}, expected codes 0..{codes - 1}")
+        latents = self.codebook[tokens.to(self.codebook.device)].unflatten(1, (rows, columns))
+        pixels = self.model.decode(latents.permute(0, 3, 1, 2), force_not_quantize=True).sample
+        return pixels.permute(0, 2, 3, 1).float().clamp(-1, 1)
+
+    @torch.no_grad()
+    def encode(self, pixels: Tensor) -> Tensor:
+        """Encode pixels (B, height, width, 3) in [-1, 1] to the nearest codes (B, T), int64."""
+        latent = self.model.encode(pixels.permute(0, 3, 1, 2).to(self.model.dtype)).latents
+        near = torch.cdist(latent.float().permute(0, 2, 3, 1).flatten(1, 2), self.codebook.float()[None])
+        return near.argmin(-1)
+
 
 NOT_WEIGHTS = r"loss\.|quantize\.codebook_used$"  # training losses, and a histogram of used codes
 CODEBOOK = "quantize.embedding.weight"
@@ -33,7 +85,11 @@ def load_llamagen_vq(path: str | Path) -> ImageCodec:
 
 
 def load_taming_vq(path: str | Path) -> ImageCodec:
-    """Load Chameleon's VQGAN (also Anole's and Lumina-mGPT's), or another taming-style VQGAN, from safetensors."""
+    """Load Chameleon's VQGAN (also Anole's and Lumina-mGPT's), or another taming-style VQGAN, from safetensors.
+
+    Args:
+        path: A .safetensors file.
+    """
     return _codec(Weights.read(path, dropped=NOT_WEIGHTS))
 
 
@@ -76,7 +132,11 @@ def _codec(weights: Weights) -> ImageCodec:
 
 
 def load_kl(path: str | Path, scaling: float, shift: float = 0.0) -> AutoencoderKL:
-    """Load a KL autoencoder from safetensors. scaling, shift: a generator's latents are (latents - shift) * scaling."""
+    """Load a KL autoencoder from safetensors.
+
+    Args:
+        scaling, shift: A generator's latents are (latents - shift) * scaling.
+    """
     weights = Weights.read(path, dropped=NOT_WEIGHTS)
     optional = {f"use_{name}": f"{name}.weight" in weights for name in ("quant_conv", "post_quant_conv")}
     settings = stock_settings(weights) | optional

@@ -71,22 +71,24 @@ class LayerSkip(Drafter):
 
     def __init__(self, every: int = 0, exit: int = 0):
         if every < 0 or exit < 0 or (every and exit):
-            raise ValueError(f"every: got {every} with exit {exit}, expected one of them, a count of at least 1")
+            raise ValueError(f"every: got {every} with exit {exit}, expected one of them, a count of at least 1.")
         self.every, self.exit = every, exit
         self.choices: list[SkipPlan] = []
         self._lock = threading.Lock()
 
     def attach(self, target: PreTrainedModel) -> None:
         if not isinstance(target, nn.Module):
-            raise ValueError(f"drafter: got {type(target).__name__}, expected a text model with layers to skip")
+            raise ValueError(f"drafter: got {type(target).__name__}, expected a text model with layers to skip.")
         depth = target.config.get_text_config().num_hidden_layers
         if self.exit >= depth > 0 or self.every == 1:
-            raise ValueError(f"exit: got {self.exit} with every {self.every}, expected fewer than {depth} layers")
+            raise ValueError(f"exit: got {self.exit} with every {self.every}, expected fewer than {depth} layers.")
         fixed = [spaced_layers(depth, self.every)] if self.every else [frozenset(range(self.exit, depth))]
         skips = fixed if self.every or self.exit else candidates(depth)
         self.choices = [SkipPlan(skip, 1.0 - len(skip) / depth) for skip in skips]
         if not self.choices:
-            raise ValueError(f"drafter: got a model of {depth} layers, expected at least 2 so that some can be skipped")
+            raise ValueError(
+                f"drafter: got a model of {depth} layers, expected at least 2 so that some can be skipped."
+            )
 
     def start(self, state: State, scores: Scores) -> None:
         state.memory = None

@@ -48,8 +48,10 @@ class MultiToken(StructuredDrafter):
     """Drafts chains of as many levels as the checkpoint has layers, or of `levels` (3) if one layer serves all.
 
     A single layer also grows trees of at most `nodes` nodes, with a `width` above 1 (EAGLE-2) or as set by `shaped`.
-    heads: a loaded `MtpModel` or `MtpLayer`; None reads the model's checkpoint when a setup is built. Raises
-    ValueError for a model without such layers.
+    Raises ValueError for a model without such layers.
+
+    Args:
+        heads: A loaded `MtpModel` or `MtpLayer`; None reads the model's checkpoint when a setup is built.
     """
 
     traits = DrafterTraits(levels=1, feature_layers=LAST, joins=True)
@@ -86,19 +88,19 @@ class MultiToken(StructuredDrafter):
             if config is None or mtp_layer.folder_of(target) is None:
                 raise ValueError(
                     f"drafter: got {type(target).__name__}, expected a model with MTP layers"
-                    " (num_mtp_layers, or mtp.* in the files it was read from)"
+                    " (num_mtp_layers, or mtp.* in the files it was read from)."
                 )
             return mtp_layer.load_layer(target)
         try:
             return MtpModel.from_pretrained(target, device_map={"": target.device}).eval()
         except (OSError, RuntimeError) as error:
             said = str(error).split("\n")[0].replace(". ", ", ").rstrip(".")
-            raise ValueError(f"drafter: no weights of such layers beside those of the model ({said})") from error
+            raise ValueError(f"drafter: no weights of such layers beside those of the model ({said}).") from error
 
     def _take(self, heads: Any) -> None:
         kinds = getattr(heads.config, "layer_types", None) or ["full_attention"]
         if strange := set(kinds) - ATTENDING:
-            raise ValueError(f"drafter: heads with {', '.join(sorted(strange))}, expected full or sliding attention")
+            raise ValueError(f"drafter: heads with {', '.join(sorted(strange))}, expected full or sliding attention.")
         slides = "sliding_attention" in kinds
         self.window = int(heads.config.sliding_window or 0) if slides else 0
         self.heads = copy.copy(heads)  # shares all weights, but takes masks unchanged
@@ -107,7 +109,7 @@ class MultiToken(StructuredDrafter):
         asked = self.asked or (len(self.paths[-1]) if self.paths else None)
         self.count = (asked or LEVELS) if self.repeats else heads.num_mtp_layers
         if not self.repeats and self.asked not in (None, self.count):
-            raise ValueError(f"levels: got {self.asked}, expected {self.count}, the layers of the checkpoint")
+            raise ValueError(f"levels: got {self.asked}, expected {self.count}, the layers of the checkpoint.")
         self.traits = DrafterTraits(self.count, LAST, embeddings=self.repeats, trees=self.width > 1, joins=True)
 
     def start(self, state: State, scores: Scores) -> None:
@@ -115,7 +117,7 @@ class MultiToken(StructuredDrafter):
         rows, length = scores.features.shape[:2]
         ids_BL = torch.cat([state.request.prompt[:, 1:], state.pending[:, None]], dim=1)
         if ids_BL.shape[1] != length:
-            raise ValueError(f"input_ids: got {ids_BL.shape[1]} for {length} places, expected an id for each")
+            raise ValueError(f"input_ids: got {ids_BL.shape[1]} for {length} places, expected an id for each.")
         ahead_BLd, real_BL = self.heads.embed_tokens(ids_BL), scores.aux["attention"]
         if self.traits.embeddings and (seen_BLd := scores.aux.get("embeddings")) is not None:
             ahead_BLd = torch.cat([seen_BLd[:, 1:], ahead_BLd[:, -1:]], dim=1)

@@ -39,8 +39,11 @@ ADAPTED = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 
 
 class PromptKey(NamedTuple):
-    """Identity of a prompt. media: digest of everything that is not ids; least: slots that must be shared, up to the
-    last one of an image, a video or audio.
+    """Identity of a prompt.
+
+    Args:
+        media: Digest of everything that is not ids.
+        least: Slots that must be shared, up to the last one of an image, a video or audio.
     """
 
     media: bytes
@@ -69,7 +72,11 @@ class PromptKey(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """A processed prompt. parts: positions (L, P); features (L, F) and embeddings (L, d), if drafters read them."""
+    """A processed prompt.
+
+    Args:
+        parts: Positions (L, P); features (L, F) and embeddings (L, d), if drafters read them.
+    """
 
     key: PromptKey
     stores: list[Tensor]  # keys of all layers, then values: (H, L, E)
@@ -82,9 +89,14 @@ Start = tuple[Prefix, int]  # a kept prompt, and how many of its slots are reuse
 
 @dataclass(eq=False)
 class PrefixPlan:
-    """How to prefill the rows of a request. keys: one per row; known: the kept prompt each row starts from, if any;
-    rows, first: the rows to read before the others, and a request of the parts that others share; batch: builds a
-    request of rows by number for a fresh prefill. Without `known`, the request is prefilled normally and kept.
+    """How to prefill the rows of a request.
+
+    Args:
+        keys: One per row.
+        known: The kept prompt each row starts from, if any.
+        rows, first: The rows to read before the others, and a request of the parts that others share.
+        batch: Builds a request of rows by number for a fresh prefill. Without `known`, the request is prefilled
+            normally and kept.
     """
 
     cache: PrefixCache
@@ -106,7 +118,7 @@ class PrefixCache:
     def __init__(self, room: int | None = None):
         room = ROOM if room is None else room
         if not isinstance(room, int) or isinstance(room, bool) or room < 0:
-            raise ValueError(f"prefix_cache: got {room!r}, expected a number of bytes, or 0 for none")
+            raise ValueError(f"prefix_cache: got {room!r}, expected a number of bytes, or 0 for none.")
         self.room, self.bytes, self.hits, self.misses = room, 0, 0, 0
         self.refused = ""  # why prompts of this model are not reused
         self._target: HFDecoder | None = None

@@ -46,13 +46,13 @@ class SharedCache(Drafter):
         config, text = assistant.config, model.config.get_text_config()
         own, theirs = config.get_text_config(), describe(model)
         if config.backbone_hidden_size != text.hidden_size:
-            raise ValueError(f"drafter: hidden size of {config.backbone_hidden_size}, expected {text.hidden_size}")
+            raise ValueError(f"drafter: hidden size of {config.backbone_hidden_size}, expected {text.hidden_size}.")
         if own.vocab_size != theirs.vocab:
-            raise ValueError(f"drafter: vocabulary of {own.vocab_size}, expected the target's {theirs.vocab}")
+            raise ValueError(f"drafter: vocabulary of {own.vocab_size}, expected the target's {theirs.vocab}.")
         self.layers = providers(text)
         if missing := set(own.layer_types) - set(self.layers):
             kinds = ", ".join(sorted(missing))
-            raise ValueError(f"drafter: reads layers of {kinds}, expected kinds that {type(model).__name__} has")
+            raise ValueError(f"drafter: reads layers of {kinds}, expected kinds that {type(model).__name__} has.")
         self.window, self.width, self.nodes = int(own.sliding_window or 0), width, nodes
         named = getattr(getattr(assistant, "generation_config", None), "num_assistant_tokens", None)
         self.traits = DrafterTraits(levels=named or LEVELS, feature_layers=LAST, trees=width > 1, joins=True)
@@ -76,7 +76,7 @@ class SharedCache(Drafter):
 
     def _tree(self, state: State, depth: int, read: Read) -> Draft:
         if state.noise is not None and state.noise.samples:
-            raise ValueError("acceptance: got a rule that judges draws, expected point masses for an assistant's tree")
+            raise ValueError("acceptance: got a rule that judges draws, expected point masses for an assistant's tree.")
         tree_builder = trees.TreeBuilder(state.pending, self.width)
         token_BW, hidden_BWd = state.pending[:, None], state.memory[:, None]
         for level in range(depth):

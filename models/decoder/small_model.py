@@ -45,10 +45,10 @@ class SmallModel(StructuredDrafter):
 
     def __init__(self, small: PreTrainedModel, model: PreTrainedModel, reads: int | None = READS):
         if reads is not None and reads < 1:
-            raise ValueError(f"reads: got {reads}, expected at least 1 or None")
+            raise ValueError(f"reads: got {reads}, expected at least 1 or None.")
         self.target, self.reads = HFDecoder(small), reads
         if self.target.states:
-            raise ValueError(f"drafter: got {type(small).__name__} with recurrent layers, expected attention")
+            raise ValueError(f"drafter: got {type(small).__name__} with recurrent layers, expected attention.")
         ours, theirs = self.target.capabilities, describe(model)
         if abs(ours.vocab - theirs.vocab) > VOCABULARY_PADDING:
             raise ValueError(
@@ -73,7 +73,7 @@ class SmallModel(StructuredDrafter):
         request = state.request
         pixels = any(name.startswith("pixel") for name in request.media)
         if self.sees and not pixels and bool(self._is_content(request.prompt).any()):
-            raise ValueError("drafter: got no pixels, expected a call through visspec.accelerate(...).generate")
+            raise ValueError("drafter: got no pixels, expected a call through visspec.accelerate(...).generate.")
         inputs = self._seeing(request) if self.sees else self._blind(request)
         kept: dict[str, Any] = {}
 

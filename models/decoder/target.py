@@ -58,10 +58,13 @@ class HFDecoder(Target):
     """A loaded model as a `Target`. Weights, configuration and attention backend are not changed.
 
     `features` are indices into `hidden_states` (0 = embeddings, -1 = last, after the final norm, n + 1 of n layers =
-    last, before it), concatenated for the drafter; `embeddings` adds the prompt's input embeddings, and `states` adds
-    the LM head's input ("states" in `aux`, for all passes) for training. Raises ValueError for a model that cannot be
-    verified with trees or chains (encoder-decoders, recurrent layers, attention backends without 4-D masks), or that
-    fails `probe`; `check=False` disables the probe. `compile`: see `compiled_passes`.
+    last, before it), concatenated for the drafter; `embeddings` adds the prompt's input embeddings, and `states`
+    adds the LM head's input ("states" in `aux`, for all passes) for training. Raises ValueError for a model that
+    cannot be verified with trees or chains (encoder-decoders, recurrent layers, attention backends without 4-D
+    masks), or that fails `probe`; `check=False` disables the probe.
+
+    Args:
+        compile: See `compiled_passes`.
     """
 
     passes: CompiledPasses | None = None
@@ -168,7 +171,7 @@ class HFDecoder(Target):
             output = self.model(**arguments, return_dict=True)
         positions = seen.get("position_ids")
         if dropped and (positions is None or positions.dim() == 3):  # the next position is unknown
-            raise ValueError(f"model: {type(self.model).__name__} counts positions itself, expected position_ids")
+            raise ValueError(f"model: {type(self.model).__name__} counts positions itself, expected position_ids.")
         cache.check_written(self.model, self.cached)
         cache.prompt = cache.slots.nodes
         cache.slots.commit([list(range(cache.prompt))] * rows)
@@ -210,24 +213,24 @@ class HFDecoder(Target):
     def _check_request(self, request: Request, length: int) -> None:
         for name in CROSS_ATTENDED:
             if request.inputs.get(name) is not None:
-                raise ValueError(f"{name}: got states that every pass attends to, expected images in the prompt")
+                raise ValueError(f"{name}: got states that every pass attends to, expected images in the prompt.")
         attention = request.inputs.get("attention_mask")
         if not self.padding and attention is not None and not bool(attention.all()):
-            raise ValueError(f"attention_mask: got padding, which {type(self.model).__name__} does not support")
+            raise ValueError(f"attention_mask: got padding, which {type(self.model).__name__} does not support.")
         if not self.restarts:
             return
         longest = request.prompt.shape[1] + request.max_new_tokens - 1
         if restarts(self.model, length, min(longest, MOST_POSITIONS)):
             raise ValueError(
                 f"max_new_tokens: got {request.max_new_tokens} after a prompt of {length}, but"
-                f" {type(self.model).__name__} recomputes its cache within that range; use fewer new tokens"
+                f" {type(self.model).__name__} recomputes its cache within that range; use fewer new tokens."
             )
 
     def _note_padding(self, slots: SlotCache, real_BL: Tensor) -> None:
         if slots.length != real_BL.shape[1]:
             raise ValueError(
                 f"attention_mask: got padding of a prompt of {real_BL.shape[1]} ids that takes {slots.length} places,"
-                " expected rows of one length"
+                " expected rows of one length."
             )
         slots.padding = real_BL
 
@@ -387,7 +390,7 @@ def _last_position(positions: Tensor) -> Tensor:
         return positions[:, -1]
     time, height, width = positions[-3:, :, -1]
     if not torch.equal(time, height) or not torch.equal(time, width):
-        raise ValueError("input_ids: got a prompt that ends inside an image or a video, expected text after it")
+        raise ValueError("input_ids: got a prompt that ends inside an image or a video, expected text after it.")
     return time
 
 
@@ -398,7 +401,7 @@ def describe(model: PreTrainedModel, features: tuple[int, ...] = ()) -> Capabili
     except AttributeError as error:
         message = str(error).replace(". ", ", ").rstrip(".")
         kind = type(model).__name__
-        raise ValueError(f"model: got {kind}, expected a decoder with one stream of tokens ({message})") from error
+        raise ValueError(f"model: got {kind}, expected a decoder with one stream of tokens ({message}).") from error
 
 
 def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabilities:
@@ -406,28 +409,28 @@ def _capabilities(model: PreTrainedModel, features: tuple[int, ...]) -> Capabili
     text = config.get_text_config()
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"model: {name} is an encoder-decoder, expected a decoder that generates from its own prompt")
+        raise ValueError(f"model: {name} is an encoder-decoder, expected a decoder that generates from its own prompt.")
     if getattr(type(model), "_sample", GenerationMixin._sample) is not GenerationMixin._sample:
-        raise ValueError(f"model: {name} has its own decoding loop, expected transformers' loop")
+        raise ValueError(f"model: {name} has its own decoding loop, expected transformers' loop.")
     kinds = set(getattr(text, "layer_types", None) or ())
     states, unsupported = bool(kinds & {*STATEFUL, HYBRID}), kinds - {*ATTENDING, *STATEFUL, HYBRID}
     attends = bool(kinds & {*ATTENDING, HYBRID})
     if unsupported or (states and not attends) or (getattr(model, "_is_stateful", False) and not states):
         names = ", ".join(sorted(unsupported or kinds - ATTENDING)) or "recurrent layers"
-        raise ValueError(f"model: {name} has {names}, expected full or sliding attention (drafts must be undone)")
+        raise ValueError(f"model: {name} has {names}, expected full or sliding attention (drafts must be undone).")
     decoder = model.get_decoder()
     if cache_argument(decoder.forward) is None:
-        raise ValueError(f"model: {name} keeps no cache of keys and values, expected one that does")
+        raise ValueError(f"model: {name} keeps no cache of keys and values, expected one that does.")
     attention = draft_attention.implementation(text)
     if attention not in ATTENTION_WITH_TREES:
-        raise ValueError(f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager', which take masks")
+        raise ValueError(f"attn_implementation: got {attention!r}, expected 'sdpa' or 'eager', which take masks.")
     if "position_ids" not in inspect.signature(decoder.forward).parameters or getattr(text, "alibi", False):
-        raise ValueError(f"model: {name} derives positions from its mask, expected one that takes position_ids")
+        raise ValueError(f"model: {name} derives positions from its mask, expected one that takes position_ids.")
     deep = depth(model)
     highest = deep + hasattr(decoder, "layers")
     for index in features:
         if not -deep - 1 <= index <= highest:
-            raise ValueError(f"features: got layer {index}, expected one of {-deep - 1}..{highest} ({name})")
+            raise ValueError(f"features: got layer {index}, expected one of {-deep - 1}..{highest} ({name}).")
     return Capabilities(
         vocab=vocabulary(model),
         prompt_ids=getattr(model.get_input_embeddings(), "num_embeddings", 0),
@@ -477,7 +480,7 @@ def vocabulary(model: PreTrainedModel) -> int:
     if size is None:
         size = next(iter(getattr(getattr(head, "weight", None), "shape", ())), None)
     if size is None:
-        raise ValueError(f"model: {type(model).__name__} has no output embeddings, expected a head over a vocabulary")
+        raise ValueError(f"model: {type(model).__name__} has no output embeddings, expected a head over a vocabulary.")
     return size
 
 
@@ -491,7 +494,7 @@ def unwrap_adapter(model: Any) -> Any:
     config = model.active_peft_config
     if config.is_prompt_learning or getattr(config, "alora_invocation_tokens", None):
         kind = type(config).__name__
-        raise ValueError(f"model: got an adapter of {kind}, expected one in the layers only, such as LoRA")
+        raise ValueError(f"model: got an adapter of {kind}, expected one in the layers only, such as LoRA.")
     return model.get_base_model()
 
 
@@ -509,4 +512,4 @@ def driven(model: nn.Module) -> PreTrainedModel:
     for name, child in inner.named_children():
         if name in names and isinstance(child, GenerationMixin):
             return cast(PreTrainedModel, child)
-    raise ValueError(f"model: {type(inner).__name__} has its own generate, expected transformers' loop")
+    raise ValueError(f"model: {type(inner).__name__} has its own generate, expected transformers' loop.")

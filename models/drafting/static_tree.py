@@ -43,7 +43,9 @@ def parse(shape: str | int) -> tuple[int, ...]:
     for count in counts:
         room *= MOST_CHILDREN
         if not 0 < count <= room:
-            raise ValueError(f"shape: got {shape!r}, expected nodes per depth, at most {MOST_CHILDREN} children a node")
+            raise ValueError(
+                f"shape: got {shape!r}, expected nodes per depth, at most {MOST_CHILDREN} children a node."
+            )
         room = count
     return counts
 
@@ -88,7 +90,7 @@ def plan(shape: tuple[int, ...] | Paths, device: str) -> tuple[Tree, list[TreeLe
     place: dict[tuple[int, ...], int] = {(): 0} | {path: n for n, path in enumerate(paths, 1)}
     for path in paths:
         if path[:-1] not in place:
-            raise ValueError(f"tree: got node {path} without its parent, expected the parents of all nodes")
+            raise ValueError(f"tree: got node {path} without its parent, expected the parents of all nodes.")
     tree = trees.static((-1, *(place[path[:-1]] for path in paths)), device)
     opened = {path[:-1] for path in paths}
     levels: list[TreeLevel] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from visspec.io.checkpoint import check_whole, shorten
+from visspec.io.checkpoint import check_choice, check_whole, shorten
 from visspec.models.drafting.checkpoint import DrafterConfig
 from visspec.types import MAX_NODES
 
@@ -76,8 +76,7 @@ class EagleConfig(DrafterConfig):
         check_whole("block", self.block, 1, MAX_NODES - 1)
         check_whole("ahead", self.ahead, 0, 1)
         for name, known in CHOICES.items():
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name}: got {shorten(getattr(self, name))}, expected one of {', '.join(known)}")
+            check_choice(name, getattr(self, name), known)
         self.check_layers(-self.target_layers - 1, self.target_layers + 1)
         self._check_ignored()
 

@@ -59,7 +59,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
     def __init__(self, head: EagleHead, model: PreTrainedModel, *, width: int = 1, nodes: int = 24):
         config = head.config
         if 0 < config.draft_vocab < width:
-            raise ValueError(f"width: got {width}, expected at most the {config.draft_vocab} ids of the head")
+            raise ValueError(f"width: got {width}, expected at most the {config.draft_vocab} ids of the head.")
         self.check_target(config, model)
         self.model = model
         embed, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -251,8 +251,11 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         return places if places.dim() == 3 else places.expand(len(batch.lengths), -1)
 
     def _shifted_embeddings(self, ids: Tensor, embeddings_BLd: Tensor | None) -> Tensor:
-        """Return the embedding of the token after each. ids: all tokens except the first; embeddings: those of the
-        prompt, or None for a text model, where ids are looked up instead.
+        """Return the embedding of the token after each.
+
+        Args:
+            ids: All tokens except the first.
+            embeddings: Those of the prompt, or None for a text model, where ids are looked up instead.
         """
         if self.config.images != "slots":
             return stored_rows(self.embed, ids)
@@ -288,10 +291,8 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         attend = partial(memory.attend, drafted=done + width)
         return self.layer.after_attention(x_Nd.view(rows, width, -1)[:, -1], query_BKHE[:, -1], attend)
 
-    def _spread(self, feature: Tensor) -> Tensor:
-        return self.head.spread(feature)
-
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
+        """Return logits (..., V) over `ids` of predicted features (..., d), with the weights being trained."""
         read = self.head.decodable(states)
         return self.head.lm_head(read) if self.config.draft_vocab else head_logits(self.lm_head, read, self.dtype)
 

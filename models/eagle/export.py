@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from visspec.io.checkpoint import write_folder
+from visspec.io.checkpoint import check_choice, write_folder
 from visspec.models.drafting.published_config import VERSION, speculators_config
 from visspec.models.eagle.config import EagleConfig
 
@@ -40,8 +40,7 @@ def write(drafter: EagleDrafter, folder: str | Path, form: str, verifier: str | 
 
 def check_form(config: EagleConfig, form: str) -> None:
     """Raise ValueError if a published form cannot represent a configuration."""
-    if form not in FORMS:
-        raise ValueError(f"form: got {form!r}, expected one of {', '.join(FORMS)}")
+    check_choice("form", form, FORMS)
     fusion = "sum" if form == "eagle" else "split"
     seen = ("slots", "embeddings", "none", "latents") if form == "eagle" else ("slots", "placeholders", "none")
     for name, value, known in (

@@ -10,14 +10,15 @@ Shapes: B rows, T elements, N elements of all rows, d hidden size, F features, V
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from visspec.cache import to_device
+from visspec.cache import gather_rows, to_device
+from visspec.io.checkpoint import check_whole
 from visspec.models.drafting import checkpoint
 from visspec.models.drafting.base import (
     Chain,
@@ -32,7 +33,7 @@ from visspec.models.drafting.static_tree import MOST_CHILDREN
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead, turns, turns_at
-from visspec.models.eagle.layer import DraftLayer, FeatureMemory, FoldedLayer, head_logits
+from visspec.models.eagle.layer import DraftLayer, FeatureMemory, FoldedLayer
 from visspec.train.batches import Prediction, TrainingBatch
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -43,8 +44,14 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     """A drafter with an `EagleHead`; subclasses read the prompts. width 1 drafts chains, larger widths dynamic trees
     of at most `nodes` nodes; `shaped` changes both.
 
-    Subclasses define `start` (with `_read_prompt`), `_plan` and `_following`, and may override the other hooks.
+    Subclasses define `start` (with `_read_prompt`) and the four hooks below, and may override the others.
     """
+
+    _like: Callable[..., Tensor]  # (target): any tensor with its device and dtype
+    _plan: Callable[..., layouts.PromptLayout]  # (ids (B, L), attention (B, L) or None): the elements of prompts
+    # (layout, embeddings (B, L, d), features (B, L, F)): latents and context vectors for `layouts.layer_inputs`
+    _context: Callable[..., tuple[Tensor, Tensor]]
+    _following: Callable[[TrainingBatch], Tensor]  # embeddings of all tokens but the first, (B, L + M - 1, d)
 
     head: EagleHead
     config: EagleConfig
@@ -54,9 +61,8 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
 
     def __init__(self, head: EagleHead, embed: nn.Module, lm_head: nn.Module, like: Tensor, width: int, nodes: int):
         """embed: embedding of drafted ids. like: a weight of the target, for device and dtype."""
-        for name, value, most in (("width", width, MOST_CHILDREN), ("nodes", nodes, MAX_NODES - 1)):
-            if not 1 <= value <= most:
-                raise ValueError(f"{name}: got {value}, expected a whole number from 1 to {most}")
+        check_whole("width", width, 1, MOST_CHILDREN)
+        check_whole("nodes", nodes, 1, MAX_NODES - 1)
         config = head.config
         self.head, self.config = head.to(like.device).eval(), config
         self.embed, self.lm_head = cast(nn.Embedding, embed), cast(nn.Linear, lm_head)
@@ -98,10 +104,6 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         self._embed_again(target)
         self.refresh()
 
-    def _like(self, target: TargetT) -> Tensor:
-        """Return a tensor that has the target's device and dtype."""
-        raise NotImplementedError
-
     def _embed_again(self, target: TargetT) -> None:
         """Rebuild the embedding of drafted ids from the target's weights, if it is not a module of the target."""
 
@@ -121,12 +123,6 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
                 self._turns = table
         return table
 
-    def _context(
-        self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the latents and context vectors of all elements, as `layouts.layer_inputs` takes them."""
-        raise NotImplementedError
-
     def elements(
         self,
         layout: layouts.PromptLayout,
@@ -144,7 +140,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         """
         head, dtype = self.head, self.trained.dtype
         embed = self._next_embeddings(layout, following_BLd)
-        feature = head.reduced(layouts.pick(features_BLF, layout.token).to(dtype))
+        feature = head.reduced(gather_rows(features_BLF, layout.token.to(features_BLF.device)).to(dtype))
         latents, context = known or self._context(layout, embeddings.to(dtype), features_BLF.to(dtype))
         x_BTd = layouts.layer_inputs(head, layout, embed, feature, latents, context)
         section = self.config.mrope_section
@@ -155,7 +151,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
 
     def _next_embeddings(self, layout: layouts.PromptLayout, following_BLd: Tensor) -> Tensor:
         index = layout.token.clamp(max=following_BLd.shape[1] - 1)
-        return layouts.pick(following_BLd, index).to(self.trained.dtype)
+        return gather_rows(following_BLd, index.to(following_BLd.device)).to(self.trained.dtype)
 
     def _read_prompt(
         self,
@@ -171,7 +167,9 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         """
         start = 0
         for x_BTd, turn_BTC in parts:
-            kv = self.layer.keys_values(x_BTd.to(self.dtype), turn_BTC)
+            rows, width = x_BTd.shape[:2]
+            qkv = self.layer.project(x_BTd.to(self.dtype).flatten(0, 1), rows, width, turn_BTC)
+            kv = qkv[:, :, self.layer.heads :]
             memory.write_prompt(kv, lengths, start)
             start += kv.shape[1]
         memory.add(state.pending[:, None], last, [1] * len(last))
@@ -256,7 +254,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             if level + 1 == depth:
                 break
             width, parent_BW = token_BW.shape[1], self._each(parent_BW, memory)
-            carried = layouts.pick(feature_BWd, parent_BW)
+            carried = gather_rows(feature_BWd, parent_BW.to(feature_BWd.device))
             entered_BW = self._each(self._level_inputs(token_BW, state, level), memory)
             bias, rope = memory.context_bias(1, level), memory.rope(memory.table, 1, level)
             seen = see_ancestors(seen, parent_BW.to(carried.device))
@@ -265,30 +263,14 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             feature_BWd = self.layer.after_attention(x_Nd, query_BWHE.flatten(0, 1), attend).view(rows, width, -1)
         return tree_builder.finish(self.structure(state).nodes)
 
-    def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
-        """Return the elements of prompts."""
-        raise NotImplementedError
-
     def _training_layout(self, batch: TrainingBatch) -> layouts.PromptLayout:
         """Return the elements of a training batch: prompts and answers."""
         plan = self._plan(batch.host_ids[:, : batch.prompt_length], batch.host_attention)
         return layouts.extend(plan, batch.prompt_length, batch.lengths)
 
-    def _following(self, batch: TrainingBatch) -> Tensor:
-        """Return the embeddings of a training batch's tokens except the first, (B, L + M - 1, d)."""
-        raise NotImplementedError
-
     def _training_positions(self, batch: TrainingBatch) -> Tensor:
         """Return the positions of a training batch's tokens, (B, L + M - 1) or (3, B, L + M - 1)."""
         return batch.positions
-
-    def _spread(self, feature: Tensor) -> Tensor:
-        """Return the features (..., K, d) of the K tokens that one pass predicts."""
-        return feature[..., None, :]
-
-    def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
-        """Return logits (..., V) over `ids` of predicted features (..., d), with the weights being trained."""
-        return head_logits(self.lm_head, states, self.dtype)
 
     def rollout(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
         """Run self-fed training steps over whole answers (`visspec.train.capture.TrainingBatch`).
@@ -317,8 +299,8 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             keys.append(key)
             values.append(value)
             feature = self.head.after_attention(x, query, partial(staggered_attention, keys=keys, values=values))
-            for more, ahead in enumerate(self._spread(feature).unbind(-2)):
-                predicted = layouts.pick(ahead, (answer - more).clamp(min=0))
+            for more, ahead in enumerate(self.head.spread(feature).unbind(-2)):
+                predicted = gather_rows(ahead, (answer - more).clamp(min=0))
                 out.append(Prediction(predicted, (index >= step + more) & (index < count)))
             if step + 1 < steps:
                 shifted = torch.cat([torch.zeros_like(feature[:, :1]), feature[:, :-1]], dim=1)

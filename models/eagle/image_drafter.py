@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from visspec import tree as trees
 from visspec.grammar import fixed_ids
+from visspec.io.checkpoint import check_choice
 from visspec.models.drafting import static_tree as feature_tree
 from visspec.models.drafting.base import Chain
 from visspec.models.eagle import sequence as layouts
@@ -101,8 +102,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         shape: str | int = "8-5-4-4-3",
         window: int = 0,
     ):
-        if tree not in TREES:
-            raise ValueError(f"tree: got {tree!r}, expected one of {', '.join(TREES)}")
+        check_choice("tree", tree, TREES)
         if window and tree != "chain":
             raise ValueError(f"window: got {window} for the tree {tree!r}, expected a chain")
         if levels is not None and levels < 1:

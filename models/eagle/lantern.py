@@ -14,29 +14,22 @@ Shapes: B rows, R = B or 2 B rows of the memory, L prompt, d hidden size, V ids.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from visspec.io.checkpoint import (
-    CONFIG,
-    check_folder,
-    check_shapes,
-    load_strictly,
-    read_json,
-    read_shapes,
-    read_tensors,
-    shorten,
-)
+from visspec.io.checkpoint import CONFIG, check_folder, read_json, read_shapes, shorten
 from visspec.models.drafting.checkpoint import sentence_of
-from visspec.models.drafting.published_config import strip_prefix
+from visspec.models.drafting.published_config import read_stripped, strip_prefix
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter, ImageMemory
 from visspec.models.eagle.layout import layer_fields
 from visspec.models.image_codes.target import Family
+from visspec.models.published_tensors import load_published
 from visspec.types import Scores, State
 
 GRIDS = {"c2i": 24, "t2i": 16, "t2i2": 32}  # `input_type` of a LlamaGen drafter: side of its images in codes
@@ -79,9 +72,7 @@ class LanternDrafter(ImageFeatureDrafter):
         cls.check_target(config, family)
         with torch.device("meta"):
             head = EagleHead(config)
-        check_shapes(head, shapes, root)
-        head = head.to_empty(device="cpu").to(next(family.decoder.parameters()).dtype)
-        load_strictly(head, strip_prefix(read_tensors(root), root), root)
+        head = load_published(head, shapes, partial(read_stripped, root), root, next(family.decoder.parameters()).dtype)
         if config.positions == "grid":
             halve(head)
         return cls(head, family, **options)  # type: ignore[arg-type]
@@ -146,10 +137,10 @@ def config_of(folder: Path, data: dict, shapes: Mapping[str, tuple[int, ...]], f
     """Convert a published configuration. Raises ValueError if it needs something that is not supported."""
     named, size = family_of_layout(data, set(shapes)), data.get("input_type")
     if named != family.name:
-        raise ValueError(f"drafter: {folder} is made for a target of family {shorten(named)}, got {family.name!r}")
+        raise ValueError(f"drafter: {folder} is made for a target of family {shorten(named)}, got {family.name!r}.")
     rows = family.layout().grid[0]
     if named == "llamagen" and size is not None and GRIDS.get(str(size)) != rows:
-        raise ValueError(f"drafter: input_type of {folder} is {shorten(size)}, expected that of {rows} x {rows} codes")
+        raise ValueError(f"drafter: input_type of {folder} is {shorten(size)}, expected that of {rows} x {rows} codes.")
     with sentence_of(folder):
         return EagleConfig(
             **layer_fields(folder, data, shapes),

@@ -35,8 +35,10 @@ FOLD_LIMIT = 1 << 26  # largest folded embedding table, in numbers; beyond it em
 class FeatureMemory(PendingInputs):
     """Keys, values and queued elements of one request.
 
-    heads: number of key heads, and of value heads. first: position of each row's first element after the prompt.
-    answer: number of elements to expect; room for them is allocated at once, as in `cache.SlotCache`.
+    Args:
+        heads: Number of key heads, and of value heads.
+        first: Position of each row's first element after the prompt.
+        answer: Number of elements to expect; room for them is allocated at once, as in `cache.SlotCache`.
     """
 
     def __init__(self, heads: int, first: list[int], answer: int = 0):
@@ -51,8 +53,10 @@ class FeatureMemory(PendingInputs):
         self.table = torch.empty(0)  # rotations by position, for the current draft
 
     def write_prompt(self, kv_BTHE: Tensor, lengths: list[int], start: int = 0) -> None:
-        """Store the prompt's keys and values (B, T, 2H, E), packed to the left, from element `start` on. lengths: of
-        the whole prompts.
+        """Store the prompt's keys and values (B, T, 2H, E), packed to the left, from element `start` on.
+
+        Args:
+            lengths: Lengths of the whole prompts.
         """
         end = start + kv_BTHE.shape[1]
         if start == 0:
@@ -120,8 +124,10 @@ class FeatureMemory(PendingInputs):
         self._measure()
 
     def attend(self, query_BHE: Tensor, part: int | None = None, drafted: int = 0) -> Tensor:
-        """Attend with one query per row to the processed elements and `drafted` further ones, (B, H * E). part: which
-        half of the keys and values to use, if there are twice as many as queries.
+        """Attend with one query per row to the processed elements and `drafted` further ones, (B, H * E).
+
+        Args:
+            part: Which half of the keys and values to use, if there are twice as many as queries.
         """
         extent = self.end + drafted
         mask = None
@@ -139,7 +145,9 @@ class FeatureMemory(PendingInputs):
 
     def attend_tree(self, query_NHE: Tensor, part: int | None = None, *, seen_BWM: Tensor) -> Tensor:
         """Attend with a frontier's queries, N = B * W, to processed elements and ancestors in the tree, (N, H * E).
-        part: as in `attend`.
+
+        Args:
+            part: As in `attend`.
         """
         rows, width, nodes = seen_BWM.shape
         extent = self.end + nodes
@@ -185,7 +193,8 @@ class FeatureMemory(PendingInputs):
 class DraftLayer(nn.Module):
     """An `EagleHead` for drafting, in the target's dtype. Ids outside the head's vocabulary have logits of -inf.
 
-    embed, lm_head: modules for ids and features, either the target's or the drafter's own.
+    Args:
+        embed, lm_head: Modules for ids and features, either the target's or the drafter's own.
     """
 
     def __init__(self, head: EagleHead, embed: nn.Embedding, lm_head: nn.Module, dtype: torch.dtype):
@@ -210,13 +219,12 @@ class DraftLayer(nn.Module):
         return torch.cat(self.head.project_qkv(x_N.view(rows, width, x_N.shape[-1]), turn_BTC), dim=2)
 
     def after_attention(self, x_N: Tensor, query_NHE: Tensor, attend: Callable[..., Tensor]) -> Tensor:
-        """Run the rest of the layer and return the predicted feature (N, d). attend: attends with given queries."""
-        return self.head.after_attention(x_N, query_NHE, attend)
+        """Run the rest of the layer and return the predicted feature (N, d).
 
-    def keys_values(self, x_BTX: Tensor, turn_BTC: Tensor) -> Tensor:
-        """Return rotated keys and values of a prompt's layer inputs, (B, T, 2K, E)."""
-        rows, width = x_BTX.shape[:2]
-        return self.project(x_BTX.flatten(0, 1), rows, width, turn_BTC)[:, :, self.heads :]
+        Args:
+            attend: Function that attends with given queries.
+        """
+        return self.head.after_attention(x_N, query_NHE, attend)
 
     def read(
         self,

@@ -11,9 +11,8 @@ ModelOpt) or 0 name layers whose outputs are read, hidden_states[i + 1].
 from __future__ import annotations
 
 import logging
-import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,24 +20,25 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from visspec.io.checkpoint import check_shapes, check_wholes, load_strictly, read_tensors, shorten
+from visspec.io.checkpoint import check_wholes, shorten
 from visspec.models.decoder.target import content_ids, vocabulary
 from visspec.models.drafting.checkpoint import sentence_of
 from visspec.models.drafting.published_config import (
+    check_entries,
     check_ids,
     check_verifier,
     entry,
     list_of,
     object_of,
+    read_stripped,
     rope_of,
-    strip_prefix,
 )
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.export import IDS, LAYER, MIDLAYER, SIZES
 from visspec.models.eagle.head import EagleHead
 from visspec.models.layers import depth
-from visspec.models.published_tensors import rename, rename_tensor
+from visspec.models.published_tensors import load_published
 
 logger = logging.getLogger(__name__)
 EMBEDDING = "embed_tokens.weight"
@@ -55,6 +55,16 @@ MODELOPT = {  # flags of its `eagle_config`, with their values for an EAGLE-3 he
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
     "parallel_draft_step": 1,
+}
+SUPPORTED = {  # entries of a decoder layer, with the only supported values
+    "num_hidden_layers": 1,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "swin_norm": False,
+    "pretraining_tp": 1,
+    "parallel_drafting": False,
 }
 Layers = str | int | list[int] | tuple[int, ...]  # type of the option `layers`: "2-14-29", one number, or a list
 
@@ -77,35 +87,41 @@ def read(
     reads its own normed states, and which hidden states of the target it reads ("2-14-29"). Raises ValueError, before
     it reads weights, unless the tensors are exactly those of the form and of this target.
     """
-    stored = rename(shapes, [("^" + re.escape(theirs), ours) for theirs, ours in PREFIXES])
-    shapes, missing = {own: shape for own, (_, shape) in stored.items()}, _padding(data, model)
+    used = [pair for pair in PREFIXES if any(name.startswith(pair[0]) for name in shapes)]
+    inverse = [(ours, theirs) for theirs, ours in used]
+    missing = _padding(data, model)
     if missing:
         data = {**data, "vocab_size": vocabulary(model)}
         shapes = {n: (s[0] + missing, *s[1:]) if n == EMBEDDING else s for n, s in shapes.items()}
+
+    def tensors() -> dict[str, Tensor]:
+        found = read_stripped(folder)
+        if missing and EMBEDDING in found:
+            rows = cast(Tensor, model.get_input_embeddings().weight)[config.vocab - missing : config.vocab].detach()
+            found[EMBEDDING] = torch.cat([found[EMBEDDING], rows.to(found[EMBEDDING])])
+        return found
+
     with sentence_of(folder), torch.device("meta"):
         data = _normed(folder, form, data, norm_output)
-        config = config_of(folder, form, data, shapes, model, images, layers)
+        own_shapes = {_renamed(name, used): shape for name, shape in shapes.items()}
+        config = config_of(folder, form, data, own_shapes, model, images, layers)
         EagleDrafter.check_target(config, model)
         head = EagleHead(config)
     whole = config.draft_vocab == config.vocab  # such heads may store id maps that change nothing
-    skipped = (*OF_THE_TARGET, "d2t", "t2d") if whole else OF_THE_TARGET
-    names = {own: name for own, (name, _) in stored.items() if own not in skipped}
-    used = [pair for pair in PREFIXES if any(name.startswith(pair[0]) for name in names.values())]
+    ignored = (*OF_THE_TARGET, "d2t", "t2d") if whole else OF_THE_TARGET
 
-    def named(own: str) -> str:
-        return rename_tensor(own, [("^" + re.escape(ours), theirs) for theirs, ours in used])
+    def published(own: str) -> str:
+        return _renamed(own, inverse)
 
-    check_shapes(head, {own: tuple(shapes[own]) for own in names}, folder, named)
-    head = head.to_empty(device="cpu").to(model.dtype)
-    tensors = strip_prefix(read_tensors(folder), folder)
-    if missing and EMBEDDING in tensors:
-        rows = cast(Tensor, model.get_input_embeddings().weight)
-        context_bias = rows[config.vocab - missing : config.vocab].detach().to(tensors[EMBEDDING])
-        tensors[EMBEDDING] = torch.cat([tensors[EMBEDDING], context_bias])
-    load_strictly(head, {own: tensors[name] for own, name in names.items()}, folder, named)
+    head = load_published(head, shapes, tensors, folder, model.dtype, published, ignored)
     if head.ids is not None:
         check_ids(folder, head.ids, head.t2d, config.vocab)
     return EagleDrafter(head, model, **options)
+
+
+def _renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """Replace the prefix of a tensor's name."""
+    return next((new + name.removeprefix(old) for old, new in pairs if name.startswith(old)), name)
 
 
 def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
@@ -169,7 +185,7 @@ def config_of(
             norm_input=f"{LAYER}input_layernorm.weight" in shapes,
             norm_output=_architecture(data) in AUTOMODEL,
         )
-    _check_flags(folder, object_of(data.get("eagle_config")))
+    check_entries(folder, object_of(data.get("eagle_config")), MODELOPT)
     ids = _states(folder, form, data, depth(model), layers)
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     entries = {**object_of(data.get("eagle_config")), **data}  # NVIDIA writes norm_before_fc into eagle_config
@@ -207,7 +223,8 @@ def _layer_of(data: dict) -> dict:
 
 def layer_fields(folder: Path, layer: dict, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """Return the fields of our configuration that follow from a decoder layer's configuration and tensor names."""
-    _check_layer(folder, layer)
+    sliding = "sliding_attention" in list_of(layer.get("layer_types")) or bool(layer.get("use_sliding_window"))
+    check_entries(folder, {**layer, "use_sliding_window": sliding}, SUPPORTED)
     sizes = {own: entry(folder, layer, name, int) for own, name in SIZES.items()}
     heads = sizes["heads"] or 1
     theta, scaling, section, interleaved, partial = rope_of(folder, layer)
@@ -225,31 +242,6 @@ def layer_fields(folder: Path, layer: dict, shapes: Mapping[str, tuple[int, ...]
         "fc_bias": "fc.bias" in shapes,
         "qkv_bias": any(name.endswith("q_proj.bias") for name in shapes if "self_attn" in name),
     }
-
-
-def _check_layer(folder: Path, layer: dict) -> None:
-    """Raise ValueError for a decoder layer that is not supported."""
-    sliding = "sliding_attention" in list_of(layer.get("layer_types")) or layer.get("use_sliding_window")
-    for name, value, expected in (
-        ("num_hidden_layers", layer.get("num_hidden_layers"), 1),
-        ("hidden_act", layer.get("hidden_act", "silu"), "silu"),
-        ("attention_bias", bool(layer.get("attention_bias")), False),
-        ("mlp_bias", bool(layer.get("mlp_bias")), False),
-        ("use_sliding_window", bool(sliding), False),
-        ("swin_norm", bool(layer.get("swin_norm")), False),
-        ("pretraining_tp", layer.get("pretraining_tp") or 1, 1),
-        ("parallel_drafting", bool(layer.get("parallel_drafting")), False),
-    ):
-        if value != expected:
-            raise ValueError(f"drafter: {name} of {folder} is {shorten(value)}, expected {expected!r}")
-
-
-def _check_flags(folder: Path, flags: dict) -> None:
-    """Raise ValueError for a ModelOpt head that is not an EAGLE-3 head."""
-    for name, expected in MODELOPT.items():
-        value = flags.get(name)
-        if value is not None and value != expected:
-            raise ValueError(f"drafter: {name} of {folder} is {shorten(value)}, expected {expected!r}")
 
 
 def stated_layers(form: str, data: dict, layers: int) -> tuple[Any, str]:

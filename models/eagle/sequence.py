@@ -47,8 +47,12 @@ def plan(
 ) -> PromptLayout:
     """Lay out the elements of prompts, except the last, which needs the first generated token.
 
-    attention: false at padding. images: see `eagle.config.IMAGES`; without latents, image slots have no elements, and
-    with "embeddings", `latent` is 1 + the index of the slot in the batch. ahead: see `EagleConfig`.
+    attention: false at padding.
+
+    Args:
+        images: See `eagle.config.IMAGES`; without latents, image slots have no elements, and with "embeddings",
+            `latent` is 1 + the index of the slot in the batch.
+        ahead: See `EagleConfig`.
     """
     ids, real = ids_BL.tolist(), None if attention_BL is None else attention_BL.tolist()
     runs: list[tuple[int, int, int]] = []
@@ -74,20 +78,12 @@ def plan(
                     entries += [(0, max(s, first), 1 + count * latents + q, image) for q, s in enumerate(places)]
         rows.append(entries)
         newest.append(image)
-    return packed_rows(rows, newest, runs, len(ids[0]))
-
-
-def packed_rows(
-    rows: list[list[tuple[int, int, int, int]]], newest: list[int], runs: list, prompt: int
-) -> PromptLayout:
-    """Return the layout of rows of (token, slot, latent, image)."""
     width = max(map(len, rows), default=0)
     padded = [r + [(0, 0, 0, 0)] * (width - len(r)) for r in rows]
     index = torch.tensor(padded, dtype=torch.long).reshape(len(rows), width, 4)
     token_BT, slot_BT, latent_BT, image_BT = index.unbind(-1)
-    return PromptLayout(
-        [len(r) for r in rows], token_BT, slot_BT, latent_BT, image_BT, torch.tensor(newest), runs, prompt
-    )
+    lengths, last_image = [len(r) for r in rows], torch.tensor(newest)
+    return PromptLayout(lengths, token_BT, slot_BT, latent_BT, image_BT, last_image, runs, len(ids[0]))
 
 
 def extend(layout: PromptLayout, prompt_length: int, answers: list[int]) -> PromptLayout:
@@ -162,16 +158,11 @@ def layer_inputs(
     return torch.where((latent > 0)[..., None], latents[latent], text)
 
 
-def pick(x_BL: Tensor, index_BT: Tensor) -> Tensor:
-    """Return x[b, index[b, t]] for x of shape (B, L) or (B, L, ...)."""
-    index = index_BT.to(x_BL.device)
-    return x_BL[torch.arange(x_BL.shape[0], device=x_BL.device)[:, None], index]
-
-
 def positions_at(positions: Tensor, layout: PromptLayout, rows: int, section: tuple[int, ...]) -> Tensor:
     """Return position ids of the elements, (B, T), or (3, B, T) for a drafter with M-RoPE.
 
-    positions: (B, L), or (3 | 4, B, L) where row 0 of four is the plain text position; a single row serves all.
+    Args:
+        positions: (B, L), or (3 | 4, B, L) where row 0 of four is the plain text position; a single row serves all.
     """
     if positions.dim() == 3:
         positions = positions[-3:] if section else positions[0]

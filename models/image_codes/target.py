@@ -150,7 +150,7 @@ class Family:
     mlp_head: tuple[nn.Linear, nn.Linear] | None = None  # the layers of `head`, if it is two with a GELU between
     model: Any
     vocabulary: Any = None  # `Vocabulary`, if codes are ids of a text model
-    codec: Any = None  # a decoder of codes outside the model, such as `codecs.vqgan.ImageCodec`
+    codec: Any = None  # a decoder of codes outside the model, such as `codecs.vq_layout.ImageCodec`
     draws: str = "codes"  # or "vectors", "maps" of codes, or codes in "any order"
     labels: tuple[str, ...] = ()  # class names; empty if prompts are texts, or class numbers only
     default_drafter: str = "jacobi:window=12"  # with the default rule, this is the preset "gumbel"

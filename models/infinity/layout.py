@@ -19,6 +19,15 @@ from visspec.models.published_tensors import Weights
 from visspec.models.scales.bsq import BSQVAE, BSQShape
 from visspec.models.scales.multiscale import ScaleSizes
 
+CHUNK = r"block_chunks\.(\d+)\.module\.(\d+)\."
+# these follow from the scales
+NOT_WEIGHTS = r"(lvl_1L|attn_bias_for_masking|Infinity_visible_kvlen|Infinity_invisible_qlen)$"
+NOT_VAE_WEIGHTS = r"quantizer?\.lfq\.mask$"  # powers of two
+UNWRAPPED = [
+    (r"(conv_in|conv_out|conv1|conv2|nin_shortcut|sample\.conv)\.conv\.", r"\1."),
+    (r"(norm1|norm2|norm_out)\.norm\.", r"\1."),
+]
+
 
 class InfinityImageConfig(PartsConfig):
     """network: sizes, see `InfinityConfig`, with `grids` for its scales. codec: see `BSQShape`."""
@@ -45,16 +54,6 @@ class InfinityImageModel(OwnImageModel):
         self.codec = BSQVAE(BSQShape(**config.codec | {"multipliers": tuple(config.codec["multipliers"])}))
         self.text_features = config.sizes.text
         self.post_init()
-
-
-CHUNK = r"block_chunks\.(\d+)\.module\.(\d+)\."
-# these follow from the scales
-NOT_WEIGHTS = r"(lvl_1L|attn_bias_for_masking|Infinity_visible_kvlen|Infinity_invisible_qlen)$"
-NOT_VAE_WEIGHTS = r"quantizer?\.lfq\.mask$"  # powers of two
-UNWRAPPED = [
-    (r"(conv_in|conv_out|conv1|conv2|nin_shortcut|sample\.conv)\.conv\.", r"\1."),
-    (r"(norm1|norm2|norm_out)\.norm\.", r"\1."),
-]
 
 
 def load_infinity(path: str | Path, scales: ScaleSizes | None = None) -> Infinity:

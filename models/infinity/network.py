@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from visspec.io.checkpoint import check_choice
 from visspec.models.layers import GeluMLP, rotate
 from visspec.models.scales.blocks import EPSILON, Attend, ModulatedNorm, NextScale, VARAttention, norm
 from visspec.models.scales.multiscale import ScaleSizes
@@ -51,8 +52,7 @@ COUNTS = {"0.06M": 7, "0.25M": 10, "0.60M": 12, "1M": 13}  # number of scales fo
 
 def schedule(ratio: float = 1.0, pixels: str = "1M") -> ScaleSizes:
     """Return the published scales closest to `ratio` (height over width). Raises ValueError for other `pixels`."""
-    if pixels not in COUNTS:
-        raise ValueError(f"pixels: got {pixels!r}, expected one of {', '.join(COUNTS)}")
+    check_choice("pixels", pixels, COUNTS)
     return ScaleSizes(min(_shapes(), key=lambda shape: abs(shape[0] - ratio))[1][: COUNTS[pixels]])
 
 
@@ -109,6 +109,13 @@ class Texts:
 
     def __len__(self) -> int:
         return len(self.real)
+
+    def __getitem__(self, rows: list[int]) -> Texts:
+        return Texts(self.features[rows], self.real[rows], self.none[rows])
+
+    @property
+    def device(self) -> torch.device:
+        return self.real.device
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,6 @@ Shapes: B images, R = B or 2 B rows, T text tokens, F features of one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,45 +21,21 @@ from visspec.models.image_codes.text_features import NO_ENCODER
 from visspec.models.infinity.layout import InfinityImageModel
 from visspec.models.infinity.network import GUIDANCE, Texts
 from visspec.models.scales.bsq import BSQVAE
-from visspec.models.scales.target import ScaleImages
+from visspec.models.scales.target import ScaleImages, ScalePrompt
 
 Features = tuple[Tensor, Tensor]  # (B, T, F), and the mask of real tokens (B, T) bool
 
 
-@dataclass(frozen=True, eq=False)
-class TextPrompt:
-    """Text features (B, T, F) with a mask of real tokens (B, T); `against` and its mask are the same for the negative
-    prompt, and `none` (B,) marks rows that use the model's own features for no text there.
-    """
-
-    features: Tensor
-    real: Tensor
-    against: Tensor
-    against_real: Tensor
-    none: Tensor
-
-    def __len__(self) -> int:
-        return len(self.real)
-
-    def of(self, images: list[int]) -> TextPrompt:
-        return TextPrompt(*(part[images] for part in vars(self).values()))
-
-    @property
-    def ids(self) -> Tensor:
-        """Placeholder ids (B, 1): the text's tokens are not the loop's."""
-        return torch.zeros(len(self), 1, dtype=torch.long, device=self.real.device)
+class TextPrompt(ScalePrompt):
+    """A prompt of `Texts`."""
 
     def rows(self, guided: bool) -> Texts:
-        """Return the prompts of R rows, conditional rows first."""
-        conditional = Texts(self.features, self.real, torch.zeros_like(self.none))
         if not guided:
-            return conditional
-        most = max(self.real.shape[1], self.against_real.shape[1])
-        features, real = (
-            torch.cat([_wide(a, most), _wide(b, most)])
-            for a, b in ((self.features, self.against), (self.real, self.against_real))
-        )
-        return Texts(features, real, torch.cat([conditional.none, self.none]))
+            return self.given
+        both = self.given, self.against
+        most = max(texts.real.shape[1] for texts in both)
+        features, real = ([_wide(getattr(texts, name), most) for texts in both] for name in ("features", "real"))
+        return Texts(torch.cat(features), torch.cat(real), torch.cat([texts.none for texts in both]))
 
 
 def _wide(x: Tensor, most: int) -> Tensor:
@@ -83,14 +58,13 @@ class InfinityImages(ScaleImages):
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
     ) -> Any:
-        features, real = self._features(texts)
+        given = self._features(texts)
         none = torch.tensor([not text.strip() for text in negative or [""] * len(texts)], device=self.model.device)
-        if negative is None or not any(text.strip() for text in negative):
-            return TextPrompt(features, real, features, real, none)
-        # "no text" is as long as the prompt, so the prompt is the placeholder where a negative one is empty
-        return TextPrompt(
-            features, real, *self._features([text if text.strip() else own for text, own in zip(negative, texts)]), none
-        )
+        against = given
+        if negative is not None and any(text.strip() for text in negative):
+            # "no text" is as long as the prompt, so the prompt is the placeholder where a negative one is empty
+            against = self._features([text if text.strip() else own for text, own in zip(negative, texts)])
+        return TextPrompt(Texts(*given, torch.zeros_like(none)), Texts(*against, none))
 
     def _features(self, texts: list[str]) -> Features:
         if self.processor is None:
@@ -99,6 +73,6 @@ class InfinityImages(ScaleImages):
         return features.to(self.model.device), real.to(self.model.device).bool()
 
     def check(self, prompt: Any, layout: ImageLayout, guidance: float) -> None:
-        for real in (prompt.real, prompt.against_real):
-            if real.shape[1] > self.model.config.longest:
-                raise ValueError(f"prompt: got {real.shape[1]} tokens, expected at most {self.model.config.longest}")
+        for texts in (prompt.given, prompt.against):
+            if (count := texts.real.shape[1]) > self.model.config.longest:
+                raise ValueError(f"prompt: got {count} tokens, expected at most {self.model.config.longest}")

@@ -69,11 +69,11 @@ class Jacobi(Drafter):
 
     def __init__(self, window: int = 16, redraw: str = "auto", start: str = "left"):
         if window < 1:
-            raise ValueError(f"window: got {window}, expected at least 1")
+            raise ValueError(f"window: got {window}, expected at least 1.")
         if redraw not in ("auto", *REDRAWS):
-            raise ValueError(f"redraw: got {redraw!r}, expected one of auto, {', '.join(REDRAWS)}")
+            raise ValueError(f"redraw: got {redraw!r}, expected one of auto, {', '.join(REDRAWS)}.")
         if start not in STARTS:
-            raise ValueError(f"start: got {start!r}, expected one of {', '.join(STARTS)}")
+            raise ValueError(f"start: got {start!r}, expected one of {', '.join(STARTS)}.")
         self.window, self.redraw, self.begin = window, redraw, start
         samples = redraw in ("maximal", "independent")
         self.traits = DrafterTraits(levels=window, samples=samples, adaptive_depth=False, own_noise=True)
@@ -203,11 +203,14 @@ class Front:
     """Builds the first places of a window with a trained drafter, level by level, as `drafting.base.Chain` does a
     chain. Multiplies the drafter's and the window's distributions.
 
-    After a rejected code, a window's first guess is the weakest, because it was made for the rejected code. A trained
-    head has seen the code that replaced it, but not the codes after it. The two are mixed as q in proportion to
-    own^weight * window^(1 - weight), place by place, until a place keeps its token: later ones were drafted for that
-    token and stay. Tokens are drawn with the numbers of their positions, the target's own under the rule `exact`.
-    weight: of the drafter's logits in the mixture, 0 to 1.
+    After a rejected code, a window's first guess is the weakest, because it was made for the rejected code. A
+    trained head has seen the code that replaced it, but not the codes after it. The two are mixed as q in proportion
+    to own^weight * window^(1 - weight), place by place, until a place keeps its token: later ones were drafted for
+    that token and stay. Tokens are drawn with the numbers of their positions, the target's own under the rule
+    `exact`.
+
+    Args:
+        weight: Weight of the drafter's logits in the mixture, 0 to 1.
     """
 
     def __init__(self, state: State, window: Window, depth: int, weight: float):

@@ -10,11 +10,15 @@ from typing import ClassVar
 
 from diffusers import VQModel
 
-from visspec.models.codecs.vq_layout import load_llamagen_vq
-from visspec.models.codecs.vqgan import ImageCodec, settings_of
+from visspec.models.codecs.vq_layout import ImageCodec, load_llamagen_vq, settings_of
 from visspec.models.folders import OwnImageModel, PartsConfig
 from visspec.models.llamagen.network import GUIDANCE, SIZES, LlamaGen, LlamaGenConfig, RandAR
 from visspec.models.published_tensors import Weights
+
+IMAGENET = 1000  # number of classes of the published models
+QUERIES = "pos_instruct_embeddings"
+TOP_K = {"class": 2000, "caption": 1000}  # from the published sampling scripts
+NOT_WEIGHTS = r"freqs_cis$|causal_mask$|layers\.\d+\.attention\.kv_cache\."
 
 
 class LlamaGenImageConfig(PartsConfig):
@@ -56,12 +60,6 @@ class RandARClassModel(LlamaGenImageModel):
     network = RandAR
 
 
-IMAGENET = 1000  # number of classes of the published models
-QUERIES = "pos_instruct_embeddings"
-TOP_K = {"class": 2000, "caption": 1000}  # from the published sampling scripts
-NOT_WEIGHTS = r"freqs_cis$|causal_mask$|layers\.\d+\.attention\.kv_cache\."
-
-
 def load_llamagen(path: str | Path, grid: int | None = None, heads: int | None = None) -> LlamaGen:
     """Load a LlamaGen transformer from a .safetensors file or folder, or a `RandAR` if the weights have its queries.
 
@@ -75,22 +73,26 @@ def load_llamagen(path: str | Path, grid: int | None = None, heads: int | None =
     """
     weights = Weights.read(path, dropped=NOT_WEIGHTS)
     if grid is None:
-        raise ValueError(f"grid: {path} does not contain the image's rows of codes, expected grid=16, 24 or 32")
+        raise ValueError(f"grid: {path} does not contain the image's rows of codes, expected grid=16, 24 or 32.")
     config = config_of(weights, grid, heads)
     return weights.load((RandAR if QUERIES in weights else LlamaGen)(config))
 
 
 def published(weights: Path, vq: Path, size: int | None = None, heads: int | None = None) -> LlamaGenImageModel:
-    """Build a LlamaGen or RandAR with its codec from published files. size: side of its images, in pixels."""
+    """Build a LlamaGen or RandAR with its codec from published files.
+
+    Args:
+        size: Side of its images, in pixels.
+    """
     codec = load_llamagen_vq(vq)
     if size is None or size % codec.factor:
         raise ValueError(
             f"size: got {size}, expected the side of the model's images in pixels, a multiple of {codec.factor} (--size"
-            f" 256, 384 or 512), which {weights.name} does not contain"
+            f" 256, 384 or 512), which {weights.name} does not contain."
         )
     net = load_llamagen(weights, size // codec.factor, heads)
     if (codes := len(codec.codebook)) != net.config.codes:
-        raise ValueError(f"vq: got a codec with {codes} codes, expected {net.config.codes} as in {weights.name}")
+        raise ValueError(f"vq: got a codec with {codes} codes, expected {net.config.codes} as in {weights.name}.")
     kind, condition = (RandARClassModel if isinstance(net, RandAR) else LlamaGenImageModel), net.config.condition
     entries = {"network": net.config.to_dict(), "codec": settings_of(codec.model)}
     settings = {"guidance_scale": GUIDANCE[condition] if net.guided else 1.0, "top_k": TOP_K[condition]}
@@ -105,9 +107,11 @@ def config_of(weights: Weights, grid: int, heads: int | None) -> LlamaGenConfig:
     if heads is None:
         heads = {(n, d): h for n, h, d in SIZES.values()}.get((layers, hidden))
         if heads is None:
-            raise ValueError(f"heads: {where} has {layers} layers of width {hidden}, expected heads=... for this size")
+            raise ValueError(f"heads: {where} has {layers} layers of width {hidden}, expected heads=... for this size.")
     if heads < 1 or hidden % heads or rows % (hidden // heads) or (kv := rows * heads // hidden - heads) < 2 or kv % 2:
-        raise ValueError(f"heads: got {heads} for a wqkv of {rows} x {hidden}, expected the number it was trained with")
+        raise ValueError(
+            f"heads: got {heads} for a wqkv of {rows} x {hidden}, expected the number it was trained with."
+        )
     sized = partial(
         LlamaGenConfig, layers, heads, hidden, grid, kv_heads=kv // 2, codes=codes, intermediate=intermediate
     )

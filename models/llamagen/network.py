@@ -20,6 +20,7 @@ from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from visspec.io.checkpoint import check_choice
 from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.layers import GeluMLP, Network, rotate
 
@@ -35,7 +36,7 @@ SIZES = {  # name: (layers, heads, hidden size); the first five are class-condit
 }
 CONDITIONS = ("class", "caption")
 GUIDANCE = {"class": 4.0, "caption": 7.5}  # from the authors' sampling scripts
-CAPTION_PREFIX, CAPTION_WIDTH = 120, 2048  # tokens and width of the T5-XL features that the published models expect
+CAPTION_WIDTH = 2048  # of the T5-XL features that the published models expect
 STEP = 256  # the width of the feed-forward layer is a multiple of this
 
 
@@ -76,16 +77,7 @@ class LlamaGenConfig:
         object.__setattr__(self, "intermediate", self.intermediate or feed_forward_width(self.hidden_size))
         if self.hidden_size % (4 * self.heads):
             raise ValueError(f"hidden_size: got {self.hidden_size}, expected a multiple of 4 * {self.heads} heads")
-        if self.condition not in CONDITIONS:
-            raise ValueError(f"condition: got {self.condition!r}, expected 'class' or 'caption'")
-
-    @classmethod
-    def of(cls, size: str, grid: int, **fields: Any) -> LlamaGenConfig:
-        """Return a published size by its name in `SIZES`."""
-        layers, heads, hidden = SIZES[size]
-        if fields.get("condition") == "caption":
-            fields.setdefault("prefix", CAPTION_PREFIX)
-        return cls(layers, heads, hidden, grid, **fields)
+        check_choice("condition", self.condition, CONDITIONS)
 
     @property
     def head_size(self) -> int:
@@ -321,7 +313,3 @@ class RandAR(LlamaGen):
         turn_BNC = self.rope_table(places.device)[self.config.prefix + places]
         query_HE = self.pos_instruct_embeddings.view(self.config.heads, -1)
         return rotate(query_HE.expand(*places.shape, -1, -1), turn_BNC).flatten(2)
-
-    def paired(self, codes: Tensor, places: Tensor) -> Tensor:
-        """Interleave codes and their places (B, N) as inputs (B, 2 N, d): a query, its code, the next query, ..."""
-        return torch.stack([self.query(places), self.embed(codes)], dim=2).flatten(1, 2)

@@ -9,7 +9,7 @@ import torch
 
 from visspec import tree as trees
 from visspec.distributions import Denoising, Trajectory
-from visspec.models.mar.layout import load
+from visspec.models.mar.layout import MARImageModel
 from visspec.models.mar.target import DrawnVectors, MARImages, MARTarget
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
@@ -25,7 +25,7 @@ class SmallMAR(Drafter):
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: Any) -> SmallMAR:
         """Load a checkpoint folder, strictly. target: a model, whose device is used."""
-        return cls(MARImages(load(folder).to(target.device)))
+        return cls(MARImages(MARImageModel.read(folder).to(target.device)))
 
     def attach(self, target: MARImages) -> None:
         """Attach to a target. Raises ValueError unless its tokens, classes and steps are the drafter's."""

@@ -13,12 +13,14 @@ import torch
 from diffusers import AutoencoderKL
 from transformers import PreTrainedConfig
 
-from visspec.models.codecs.vq_layout import load_kl
-from visspec.models.codecs.vqgan import settings_of
+from visspec.models.codecs.vq_layout import load_kl, settings_of
 from visspec.models.folders import OwnImageModel
 from visspec.models.mar.network import GUIDANCE, MAR, SIZES, MARConfig
 from visspec.models.published_tensors import Weights
 from visspec.models.vectors.diffusion_head import Schedule, schedule
+
+SCALING = 0.2325  # scaling factor of the published latents
+HEAD = "diffloss.net."
 
 
 class MARImageConfig(PreTrainedConfig):
@@ -43,7 +45,9 @@ class MARImageConfig(PreTrainedConfig):
         )
         self.network, self.labels = asdict(sizes), [str(i) for i in range(sizes.classes)] if labels is None else labels
         if len(set(self.labels)) != sizes.classes:
-            raise ValueError(f"labels: got {len(set(self.labels))} names, expected {sizes.classes}, one for each class")
+            raise ValueError(
+                f"labels: got {len(set(self.labels))} names, expected {sizes.classes}, one for each class."
+            )
         self.predicts, self.denoising_steps, self.autoencoder = predicts, denoising_steps, autoencoder
         super().__init__(**options)
 
@@ -74,15 +78,12 @@ class MARImageModel(OwnImageModel):
         return replace(plan, predicts=self.config.predicts)
 
 
-load = MARImageModel.read
-
-
-SCALING = 0.2325  # scaling factor of the published latents
-HEAD = "diffloss.net."
-
-
 def load_mar(path: str | Path, heads: int | None = None) -> MAR:
-    """Load a MAR network from a .safetensors file or folder. heads: only for widths that were not published."""
+    """Load a MAR network from a .safetensors file or folder.
+
+    Args:
+        heads: Only for widths that were not published.
+    """
     weights = Weights.read(path)
     return weights.load(MAR(config_of(weights, heads)))
 
@@ -99,7 +100,7 @@ def config_of(weights: Weights, heads: int | None) -> MARConfig:
     if heads is None:
         heads = {config.width: config.heads for config in SIZES.values()}.get(width)
         if heads is None:
-            raise ValueError(f"heads: {weights.where} has the width {width}, expected heads=... for this size")
+            raise ValueError(f"heads: {weights.where} has the width {width}, expected heads=... for this size.")
     return MARConfig(
         width,
         weights.count("encoder_blocks."),

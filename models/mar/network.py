@@ -6,7 +6,6 @@ number of known tokens over the rows, S slots of a sequence: those of the class,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,29 +107,11 @@ class MAR(Network):
         assert isinstance(head, DiffusionHead)
         return head
 
-    def forward(
-        self, values_BTd: Tensor, known_BT: Tensor, class_B: Tensor, counts: Sequence[int] | None = None
-    ) -> Tensor:
-        """Return conditions (B, T, D). known: which tokens are known; the values of others are ignored. class: numbers,
-        or UNCONDITIONAL. counts: number of known tokens per row; None reads it from the device.
-        """
-        counts = known_BT.sum(dim=1).tolist() if counts is None else counts
-        # known tokens first, in raster order; rows with fewer of them are padded
-        place_BK = known_BT.byte().argsort(dim=1, descending=True, stable=True)[:, : max(counts)]
-        seen_BK = None if min(counts) == max(counts) else known_BT.gather(1, place_BK)
-        known_BKd = values_BTd.gather(1, place_BK[..., None].expand(-1, -1, values_BTd.shape[-1]))
-        return self.conditions(known_BKd, place_BK, seen_BK, class_B)
-
-    def conditions(self, known_BKd: Tensor, place_BK: Tensor, seen_BK: Tensor | None, class_B: Tensor) -> Tensor:
+    def forward(self, known_BKd: Tensor, place_BK: Tensor, seen_BK: Tensor | None, class_B: Tensor) -> Tensor:
         """Return conditions (B, T, D) from known tokens and their positions in the image, in any order.
 
         seen: false at padding, or None without padding. The positions within a row must differ, including padding's.
         """
-        x = self._encode(known_BKd, place_BK, seen_BK, class_B)
-        return self._decode(x, place_BK, seen_BK)
-
-    def _encode(self, known_BKd: Tensor, place_BK: Tensor, seen_BK: Tensor | None, class_B: Tensor) -> Tensor:
-        """Encode the class's slots and the known tokens: (B, buffer + K, D)."""
         buffer, mask = self.config.buffer, None
         if seen_BK is not None:
             known_BKd = known_BKd.where(seen_BK[..., None], 0.0)  # masked slots have zero weight, but NaN would spread
@@ -142,11 +123,7 @@ class MAR(Network):
         x = self.z_proj_ln(x)
         for block in self.encoder_blocks:
             x = block(x, mask)
-        return self.encoder_norm(x)
-
-    def _decode(self, x_BSD: Tensor, place_BK: Tensor, seen_BK: Tensor | None) -> Tensor:
-        buffer = self.config.buffer
-        first, known_BKD = self.decoder_embed(x_BSD).split([buffer, place_BK.shape[1]], dim=1)
+        first, known_BKD = self.decoder_embed(self.encoder_norm(x)).split([buffer, place_BK.shape[1]], dim=1)
         if seen_BK is not None:
             known_BKD = known_BKD.where(seen_BK[..., None], self.mask_token)
         tokens_BTD = self.mask_token.repeat(len(first), self.config.tokens, 1)

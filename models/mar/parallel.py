@@ -25,7 +25,7 @@ class ParallelMAR(Order):
 
     def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
         if drafter is not None:
-            raise ValueError("drafter: got one with the order parallel, expected none, because it does not draft")
+            raise ValueError("drafter: got one with the order parallel, expected none, because it does not draft.")
         return self
 
     @torch.inference_mode()
@@ -34,7 +34,7 @@ class ParallelMAR(Order):
     ) -> State:
         """Decode a batch. Raises ValueError, before any pass, if the target is not a MAR or iterations are too many."""
         if not isinstance(target, MARTarget):
-            raise ValueError(f"order: got parallel for a {type(target).__name__}, expected a MAR")
+            raise ValueError(f"order: got parallel for a {type(target).__name__}, expected a MAR.")
         tokens, count = target.model.config.tokens, 0
         ends = revealed_counts(tokens, self.iterations)
         state = target.open_state(request)
@@ -74,7 +74,7 @@ def revealed_counts(tokens: int, iterations: int) -> list[int]:
     Raises ValueError for more steps than tokens.
     """
     if not 1 <= iterations <= tokens:
-        raise ValueError(f"iterations: got {iterations}, expected 1..{tokens}, at least one token per step")
+        raise ValueError(f"iterations: got {iterations}, expected 1..{tokens}, at least one token per step.")
     known: list[int] = [0]
     for step in range(1, iterations):
         hidden = math.floor(tokens * math.cos(math.pi / 2 * step / iterations))

@@ -21,11 +21,12 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from visspec.distributions import Denoising
+from visspec.io.checkpoint import check_choice
 from visspec.loop.decode import VectorBuffer
 from visspec.models.folders import unpack
 from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import ImageLayout
-from visspec.models.mar.layout import MARImageModel, load
+from visspec.models.mar.layout import MARImageModel
 from visspec.models.mar.network import GUIDANCE, MAR, UNCONDITIONAL
 from visspec.models.vectors.diffusion_head import Schedule, schedule
 from visspec.models.vectors.head_distribution import HeadDistributions
@@ -74,7 +75,7 @@ class MARImages(VectorFamily):
 
     name = "mar"
     running = False
-    load = staticmethod(load)
+    load = staticmethod(MARImageModel.read)
 
     def __init__(
         self,
@@ -86,26 +87,20 @@ class MARImages(VectorFamily):
         denoising_steps: int | None = None,
         settings: GenerationConfig | None = None,
     ):
-        if scale not in SCALES:
-            raise ValueError(f"scale: got {scale!r}, expected one of {', '.join(SCALES)}")
+        check_choice("scale", scale, SCALES)
         if isinstance(model, MARImageModel):
             plan, self.labels = plan or model.schedule(denoising_steps), tuple(model.config.labels)
         net, autoencoder, guidance = unpack(model, autoencoder, settings)
         self.model = self.decoder = net
-        self.processor, self.autoencoder, self.scale = processor, autoencoder, scale
+        self.processor, self.scale = processor, scale
         self.chains = HeadDistributions(net.head, plan or schedule(STEPS, learned=net.head.learned))
         self.steps = self.chains.steps
         self.default_guidance = GUIDANCE.get(net.config.width, 1.0) if guidance is None else guidance
         self.side = math.isqrt(net.config.tokens)
         self.factor = 16
-        if autoencoder is None:
-            self.no_pixels = "no autoencoder was given (visspec.models.mar.layout.load_mar_vae)"
-            return
-        self.patch = math.isqrt(net.config.size // autoencoder.config.latent_channels)
-        if autoencoder.config.latent_channels * self.patch**2 != net.config.size:
-            channels = autoencoder.config.latent_channels
-            raise ValueError(f"autoencoder: got {channels} channels, which do not fit tokens of size {net.config.size}")
-        self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
+        if autoencoder is not None:
+            self.patch = math.isqrt(net.config.size // autoencoder.config.latent_channels)
+        self.use_autoencoder(autoencoder, net.config.size, "visspec.models.mar.layout.load_mar_vae")
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         return ImageLayout.only(self.side, self.side * self.factor, height, width, "those of the positions")
@@ -249,7 +244,7 @@ def conditions(
         classes = torch.cat([classes, torch.full_like(classes, UNCONDITIONAL)])
         order, values, place = (torch.cat([part, part]) for part in (order, values, place))
         seen = None if seen is None else torch.cat([seen, seen])
-    condition_MTD = model.conditions(values, order, seen, classes)
+    condition_MTD = model(values, order, seen, classes)
     return condition_MTD.gather(1, place[..., None].expand(-1, -1, condition_MTD.shape[-1])).flatten(0, 1)
 
 

@@ -14,11 +14,28 @@ from diffusers import AutoencoderKL
 from transformers import Qwen2Config
 
 from visspec.io.checkpoint import check_positive, read_json
-from visspec.models.codecs.vq_layout import load_kl
-from visspec.models.codecs.vqgan import settings_of
+from visspec.models.codecs.vq_layout import load_kl, settings_of
 from visspec.models.folders import OwnImageModel, PartsConfig
 from visspec.models.nextstep.network import GUIDANCE, NextStep, NextStepConfig
 from visspec.models.published_tensors import Rules, Weights, one_sentence
+
+RULES: Rules = ((r"^(embed_tokens|layers|norm)\.", r"model.\1."),)
+HEAD, TABLE = "image_head.net.", "gen_pos_embed"
+# the text head, which is not used for images, and tables that are computed
+NOT_WEIGHTS = r"lm_head\.|.*rotary_emb\."
+DECODER_FIELDS = (  # entries not implied by shapes, with the same names in transformers
+    "num_attention_heads",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",  # replaces the two above in transformers 5
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
+PATCH = ("latent_patch_size", "patch_size")  # names in configurations of the first release and of 1.1
 
 
 class NextStepImageConfig(PartsConfig):
@@ -43,25 +60,6 @@ class NextStepImageModel(OwnImageModel):
         self.post_init()
 
 
-RULES: Rules = ((r"^(embed_tokens|layers|norm)\.", r"model.\1."),)
-HEAD, TABLE = "image_head.net.", "gen_pos_embed"
-# the text head, which is not used for images, and tables that are computed
-NOT_WEIGHTS = r"lm_head\.|.*rotary_emb\."
-DECODER_FIELDS = (  # entries not implied by shapes, with the same names in transformers
-    "num_attention_heads",
-    "hidden_act",
-    "max_position_embeddings",
-    "rms_norm_eps",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",  # replaces the two above in transformers 5
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-)
-PATCH = ("latent_patch_size", "patch_size")  # names in configurations of the first release and of 1.1
-
-
 def load_nextstep(folder: str | Path, normalised: bool) -> NextStep:
     """Load a NextStep-1 network from the authors' folder, which does not state `normalised` (see `NextStep`)."""
     published = read_json(Path(folder), "config.json")
@@ -79,7 +77,7 @@ def config_of(weights: Weights, published: Mapping[str, Any]) -> tuple[NextStepC
     patch = next((published[name] for name in PATCH if published.get(name) is not None), None)
     if patch is None or published.get("boi") is None:
         missing = "boi" if patch is not None else PATCH[0]
-        raise ValueError(f"checkpoint: config.json of {weights.where} has no {missing!r}, expected that of NextStep-1")
+        raise ValueError(f"checkpoint: config.json of {weights.where} has no {missing!r}, expected that of NextStep-1.")
     return NextStepConfig(
         size=weights.shape("image_in_projector.weight", 2)[1],
         patch=patch,
@@ -116,7 +114,7 @@ def load_nextstep_vae(folder: str | Path) -> AutoencoderKL:
     centre: Any = published.get("shift_factor")
     check_positive("scaling_factor", factor)
     if type(centre) not in (int, float) or not math.isfinite(centre):
-        raise ValueError(f"shift_factor: got {centre!r}, expected a finite number in config.json of {folder}")
+        raise ValueError(f"shift_factor: got {centre!r}, expected a finite number in config.json of {folder}.")
     return load_kl(folder, factor, centre)
 
 

@@ -36,10 +36,6 @@ class NextStepConfig:
     image_start: int
     positions: int = 0
 
-    @property
-    def channels(self) -> int:
-        return self.size // self.patch**2
-
 
 class NextStep(Network):
     """normalised: whether drawn tokens are normalized to mean 0 and variance 1, as in the authors' examples for the

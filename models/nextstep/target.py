@@ -52,19 +52,13 @@ class NextStepImages(VectorFamily):
         settings: GenerationConfig | None = None,
     ):
         net, autoencoder, guidance = unpack(model, autoencoder, settings)
-        self.model, self.decoder, self.processor, self.autoencoder = net, net.model, processor, autoencoder
+        self.model, self.decoder, self.processor = net, net.model, processor
         self.default_guidance = GUIDANCE if guidance is None else guidance
         plan = plan or (flow_schedule(STEPS) if net.normalised else flow_schedule_v11(STEPS_V11))
         self.chains = HeadDistributions(net.head, plan)
         self.steps, self.size, self.patch = self.chains.steps, net.config.size, net.config.patch
         self.factor = 8 * self.patch
-        if autoencoder is None:
-            self.no_pixels = "no autoencoder was given (visspec.models.nextstep.layout.load_nextstep_vae)"
-            return
-        channels = autoencoder.config.latent_channels
-        if channels != net.config.channels:
-            raise ValueError(f"autoencoder: got {channels} channels, expected the model's {net.config.channels}")
-        self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
+        self.use_autoencoder(autoencoder, self.size, "visspec.models.nextstep.layout.load_nextstep_vae")
 
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         return ImageLayout.plain(*grid_of(height or SIDE, width or SIDE, self.factor))

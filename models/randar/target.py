@@ -32,7 +32,7 @@ from visspec.models.image_codes.target import EncodedPrompt, ImageAR, _repeat_tr
 from visspec.models.llamagen.layout import RandARClassModel
 from visspec.models.llamagen.network import RandAR
 from visspec.models.llamagen.target import LlamaGenImages
-from visspec.models.randar.model import RandARImageModel, load
+from visspec.models.randar.layout import RandARImageModel
 from visspec.sampling import warp
 from visspec.types import FREE, Draft, DrafterTraits, Outcome, Request, Scores, State, Target, Tree
 
@@ -52,16 +52,11 @@ class RandARImages(LlamaGenImages):
         target.ahead = traits.ahead
         return target
 
-    @property
-    def prefix(self) -> int:
-        """Number of position ids before those of places."""
-        return self.model.config.prefix
-
 
 class PromptedRandARImages(RandARImages):
     """`RandARImageModel`, a folder with a RandAR and its VQ model, as a family with texts as prompts."""
 
-    load = staticmethod(load)
+    load = staticmethod(RandARImageModel.read)
 
     def __init__(self, model: RandARImageModel, processor: Any = None, *, settings: GenerationConfig | None = None):
         super().__init__(model, processor, settings=settings)
@@ -70,10 +65,7 @@ class PromptedRandARImages(RandARImages):
     def _condition(self, texts: list[str], name: str) -> tuple[Tensor, Tensor | None]:
         batch = self.require_processor()(text=texts, generation_mode="image", padding=True, return_tensors="pt")
         ids, real = (batch[part].to(self.image_model.device) for part in ("input_ids", "attention_mask"))
-        try:
-            return self.image_model.features(ids, real.bool())
-        except ValueError as error:
-            raise ValueError(str(error).replace("prompt", name, 1)) from None
+        return self.image_model.features(ids, real.bool(), name)
 
 
 class RankBuffer(TokenBuffer):
@@ -94,7 +86,11 @@ class RankLayers(SlotLayers):
 
 
 class RandARTarget(ImageAR):
-    """`RandARImages` as a target. Drafts may be trees. ahead: queries of later places per node."""
+    """`RandARImages` as a target. Drafts may be trees.
+
+    Args:
+        ahead: Queries of later places per node.
+    """
 
     family: RandARImages
 
@@ -121,7 +117,7 @@ class RandARTarget(ImageAR):
         queries_RQ = self._places(cache.order, state.position[:1, None], 1)[:, 0].expand(count, -1)
         embeds = torch.cat([prompt.embeds, self.family.model.query(queries_RQ)], dim=1)
         first_RP = torch.arange(prompt.ids.shape[1], device=self.device).expand(count, -1)
-        index = torch.cat([first_RP, self.family.prefix + queries_RQ], dim=1)
+        index = torch.cat([first_RP, self.family.model.config.prefix + queries_RQ], dim=1)
         real_RS = torch.cat([prompt.attention, prompt.attention.new_ones(count, 1)], dim=1)
 
         length, padded = real_RS.shape[1], not bool(real_RS.all())
@@ -149,7 +145,7 @@ class RandARTarget(ImageAR):
             tree = _repeat_tree(tree, copies)
         extent = slots.open(tree.size, self.device)
         attention = self.masks(slots, tree, extent)
-        hidden = self._run(embeds, attention, (self.family.prefix + at_BS).repeat(copies, 1), cache)
+        hidden = self._run(embeds, attention, (self.family.model.config.prefix + at_BS).repeat(copies, 1), cache)
         return self._read(state, draft, hidden[:, 1:], draft.tree.size)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:

@@ -97,7 +97,11 @@ class GraphedForward(GraphBufferPool):
             return [None if x is None else x[:, : tree.size].clone() for x in recording.output]
 
     def finish(self, slots: SlotCache, keep: bool) -> None:
-        """Return the stores of a request that has ended. keep: copy its keys and values first, for further use."""
+        """Return the stores of a request that has ended.
+
+        Args:
+            keep: Whether to copy its keys and values first, for further use.
+        """
         if slots.lease is not None:
             end = slots.length
             slots.keys, slots.values = (

@@ -67,7 +67,4 @@ class NextScale(Network):
     first: Callable[..., Tensor]  # (given)
     embed: Callable[..., Tensor]  # (x, begin)
     logits: Callable[..., Tensor]  # (hidden, given)
-
-    def given(self, condition: Any) -> Any:
-        """Convert a condition of R rows to the input of the blocks."""
-        raise NotImplementedError
+    given: Callable[..., Any]  # (condition of R rows): what the blocks take

@@ -42,15 +42,11 @@ class CacheBudget:
         shape = len(self.tokens), {len(row) for row in self.tokens}
         if shape != (depth, {len(scales) - 1}):
             actual = f"{shape[0]} layers of {sorted(shape[1])} scales"
-            raise ValueError(f"budget: got {actual}, expected {depth} layers of {len(scales) - 1}, all but the last")
+            raise ValueError(f"budget: got {actual}, expected {depth} layers of {len(scales) - 1}, all but the last.")
 
     def whole(self, scales: ScaleSizes) -> bool:
         """Return whether no token is ever dropped."""
         return all(row == scales.begins[1:-1] for row in self.tokens)
-
-    @classmethod
-    def full(cls, scales: ScaleSizes, depth: int, window: int = WINDOW) -> CacheBudget:
-        return cls((scales.begins[1:-1],) * depth, window)
 
     @classmethod
     def allot(
@@ -64,15 +60,17 @@ class CacheBudget:
     ) -> CacheBudget:
         """Allot an average `share` of the largest cache per layer, at every scale whose cache is larger than that.
 
-        drafters: share of (layer, scale) pairs that are drafters, those with the lowest selectivity within their scale.
-        Refiners get the average minus up to `decay` of it, more at later scales; drafters share what this saves.
+        Args:
+            drafters: Share of (layer, scale) pairs that are drafters, those with the lowest selectivity within their
+                scale. Refiners get the average minus up to `decay` of it, more at later scales; drafters share what
+                this saves.
         """
         for name, value in (("share", share), ("drafters", drafters), ("decay", decay)):
             if not 0 <= value <= 1:
-                raise ValueError(f"{name}: got {value}, expected a share in [0, 1]")
+                raise ValueError(f"{name}: got {value}, expected a share in [0, 1].")
         depth, average = len(selectivity_DK), round(share * scales.begins[-2])
         if average < window:
-            raise ValueError(f"share: got {share}, {average} tokens, expected at least the window of {window}")
+            raise ValueError(f"share: got {share}, {average} tokens, expected at least the window of {window}.")
         short = [k for k in range(len(scales) - 1) if scales.begins[k + 1] > average]
         rows = [list(scales.begins[1:-1]) for _ in range(depth)]
         lowest = _lowest(selectivity_DK[:, short], max(1, round(drafters * depth * len(short)))) if short else []
@@ -85,11 +83,6 @@ class CacheBudget:
             for layer in range(depth):
                 rows[layer][k] = min(scales.begins[k + 1], extra) if layer in loose else refined
         return cls(tuple(map(tuple, rows)), window)
-
-    def bytes(self, model: NextScale, rows: int) -> list[int]:
-        """Return the bytes of keys and values after each scale, for all layers and rows."""
-        each = 2 * model.config.width * rows * model.pos_start.element_size()
-        return [each * sum(row[k] for row in self.tokens) for k in range(len(self.tokens[0]))]
 
 
 def _lowest(selectivity_DJ: Tensor, count: int) -> list[tuple[int, int]]:
@@ -118,7 +111,7 @@ class BudgetedCache:
         self.scale = first
 
     def open_at(self, slots_RQ: Tensor, end: int) -> None:
-        raise ValueError("scales: got rows at different scales, expected one scale for all")
+        raise ValueError("scales: got rows at different scales, expected one scale for all.")
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         store, before = self.stores[layer], self.bytes

@@ -9,7 +9,7 @@ Shapes: B images, T codes of all maps, S codes of a map, c channels of codes, (H
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -35,7 +35,7 @@ class ScaleSizes:
     def __post_init__(self):
         codes = sum(rows * columns for rows, columns in self.grids)
         if not self.grids or min(map(min, self.grids)) < 1 or codes > MOST_CODES:
-            raise ValueError(f"scales: got {codes} codes in {len(self.grids)} maps, expected 1..{MOST_CODES}")
+            raise ValueError(f"scales: got {codes} codes in {len(self.grids)} maps, expected 1..{MOST_CODES}.")
 
     @classmethod
     def square(cls, *sides: int) -> ScaleSizes:
@@ -64,12 +64,6 @@ class ScaleSizes:
         return self.begins[-1]
 
 
-SCALES = {
-    256: ScaleSizes.square(1, 2, 3, 4, 5, 6, 8, 10, 13, 16),
-    512: ScaleSizes.square(1, 2, 3, 4, 6, 9, 13, 18, 24, 32),
-}
-
-
 def nearest(count: int, scale: int, scales: int) -> int:
     """Return which convolution a scale uses. It is computed in numpy as in the published code, because two of ten
     scales lie halfway between ticks, where rounding decides.
@@ -79,25 +73,13 @@ def nearest(count: int, scale: int, scales: int) -> int:
 
 
 class ScaleQuantizer(nn.Module):
-    """Base class of quantizers: image features as a sum of contributions from code maps. each: codes per position."""
+    """Base class of quantizers: image features (B, c, H, W) as a sum of contributions from code maps."""
 
-    each = 1
-
-    def blank(self, images: int, scales: ScaleSizes, device: torch.device) -> Tensor:
-        """Return the features (B, c, H, W) of an image without any maps."""
-        raise NotImplementedError
-
-    def part(self, scale: int, scales: ScaleSizes, codes_BS: Tensor) -> Tensor:
-        """Return a map's contribution to the features, (B, c, H, W)."""
-        raise NotImplementedError
-
-    def shrink(self, features: Tensor, scale: int, scales: ScaleSizes) -> Tensor:
-        """Reduce features (B, c, H, W) to a scale's inputs, (B, positions, channels per position)."""
-        raise NotImplementedError
-
-    def encode(self, features: Tensor, scales: ScaleSizes) -> Tensor:
-        """Encode features to codes (B, T): for each map, the nearest to the residual of the earlier maps."""
-        raise NotImplementedError
+    each = 1  # codes per position
+    blank: Callable[..., Tensor]  # (images, scales, device): features of images without any maps
+    part: Callable[..., Tensor]  # (scale, scales, codes (B, S)): a map's contribution to the features
+    shrink: Callable[..., Tensor]  # (features, scale, scales): a scale's inputs (B, positions, channels of a position)
+    encode: Callable[..., Tensor]  # (features, scales): codes (B, T), each map nearest to the earlier maps' residual
 
     def features(self, codes_BT: Tensor, scales: ScaleSizes) -> Tensor:
         """Return the features (B, c, H, W) of whole images."""
@@ -170,15 +152,22 @@ class MultiScaleShape:
 class ScaleVAE(nn.Module):
     """Base class of autoencoders from pixels (B, 3, height, width) in [-1, 1] to codes of any scales, and back.
 
-    factor: pixels per position of the finest map, along one side.
+    Args:
+        factor: Pixels per position of the finest map, along one side.
     """
 
     shape: Any
     factor: int
     quantize: ScaleQuantizer
+    latents: Callable[[Tensor], Tensor]  # pixels -> features (B, c, H, W) before quantization
+    decoded: Callable[[Tensor], Tensor]  # features -> pixels
 
     def __init__(self, size: int, widths: tuple[int, ...], blocks: int, attention: bool):
-        """Build diffusers' encoder to `size` channels, and decoder. attention: at the coarsest and the middle level."""
+        """Build diffusers' encoder to `size` channels, and decoder.
+
+        Args:
+            attention: At the coarsest and the middle level.
+        """
         super().__init__()
         plain, coarse = len(widths) - 1, "Attn" if attention else ""
         shared: dict[str, Any] = {"norm_num_groups": GROUPS, "mid_block_add_attention": attention}
@@ -186,14 +175,6 @@ class ScaleVAE(nn.Module):
         up = (f"{coarse}UpDecoderBlock2D",) + ("UpDecoderBlock2D",) * plain
         self.encoder = Encoder(3, size, down, widths, blocks, double_z=False, **shared)
         self.decoder = Decoder(size, 3, up, widths, blocks, **shared)
-
-    def latents(self, pixels: Tensor) -> Tensor:
-        """Return features (B, c, H, W) before quantization."""
-        raise NotImplementedError
-
-    def decoded(self, features: Tensor) -> Tensor:
-        """Decode features (B, c, H, W) to pixels."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def encode(self, pixels: Tensor, scales: ScaleSizes) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 
 from visspec.distributions import Maps
+from visspec.io.checkpoint import check_choice
 from visspec.loop.decode import ScaleBuffer
 from visspec.models.folders import OwnImageModel, unpack
 from visspec.models.image_codes.target import Family, ImageLayout
@@ -60,6 +61,29 @@ class ScaleLayout(ImageLayout):
         return items[None]
 
 
+@dataclass(frozen=True, eq=False)
+class ScalePrompt:
+    """What B images are given, class numbers (B,) or `Texts`, and what stands in its place in unconditional rows."""
+
+    given: Any
+    against: Any
+
+    def __len__(self) -> int:
+        return len(self.given)
+
+    def of(self, images: list[int]) -> ScalePrompt:
+        return type(self)(self.given[images], self.against[images])
+
+    @property
+    def ids(self) -> Tensor:
+        """Placeholder ids (B, 1): the prompt has no tokens of the loop."""
+        return torch.zeros(len(self), 1, dtype=torch.long, device=self.given.device)
+
+    def rows(self, guided: bool) -> Any:
+        """Return what R rows are given, conditional rows first."""
+        return torch.cat([self.given, self.against]) if guided else self.given
+
+
 class ScaleImages(Family):
     """Base class of next-scale models as image families.
 
@@ -67,7 +91,6 @@ class ScaleImages(Family):
         model: The network, or a folder's model.
         processor: Encodes texts, if prompts are texts.
         codec: The autoencoder, needed to generate.
-        per_scale: Settings that override the call's at each scale.
         ramp: Guidance by scale, "linear" or "constant"; by default as published.
         refiner: A model for the scales from number `handover` on (CoDe).
         handover: First scale of the refiner.
@@ -96,8 +119,7 @@ class ScaleImages(Family):
         if guidance is not None:
             self.default_guidance = guidance
         ramp = self.default_ramp if ramp is None else ramp
-        if ramp not in RAMPS:
-            raise ValueError(f"ramp: got {ramp!r}, expected one of {', '.join(RAMPS)}")
+        check_choice("ramp", ramp, RAMPS)
         if not isinstance(vae, self.autoencoder[0]):
             raise ValueError(f"codec: got {type(vae).__name__}, expected {self.autoencoder[1]}")
         self.model = net
@@ -107,7 +129,9 @@ class ScaleImages(Family):
         self.refiner, self.handover, self.budget = refiner, handover, budget
         self.scales, self.codes = net.config.scales, net.config.codes
         self.sizes = tuple(size * self.codec.quantize.each for size in self.scales.sizes)  # codes of each map
-        check_codec(net, self.codec)
+        got, want = (self.codec.shape.codes, self.codec.shape.size), (net.config.codes, net.config.code_size)
+        if got != want:
+            raise ValueError(f"codec: got {got[0]} codes of {got[1]}, expected the model's {want[0]} of {want[1]}")
         if (refiner is None) != (handover is None):
             raise ValueError(f"handover: got {handover}, expected a refiner and its first scale's number, or neither")
         if refiner is not None and handover is not None:
@@ -154,13 +178,6 @@ class ScaleImages(Family):
 
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         return self.codec.decode(tokens, self.scales).float() / 2 + 0.5
-
-
-def check_codec(model: NextScale, codec: ScaleVAE) -> None:
-    """Raise ValueError unless the codec's codes are the model's."""
-    got, want = (codec.shape.codes, codec.shape.size), (model.config.codes, model.config.code_size)
-    if got != want:
-        raise ValueError(f"codec: got {got[0]} codes of {got[1]}, expected the model's {want[0]} of {want[1]}")
 
 
 def check_alike(name: str, other: NextScale, model: NextScale) -> None:

@@ -19,7 +19,7 @@ from visspec.distributions import Maps
 from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.reading import ConditionState, Mark
 from visspec.models.scales.target import ScaleImages, check_alike
-from visspec.models.var.layout import VARImageModel, check_codebook, load
+from visspec.models.var.layout import VARImageModel, check_codebook
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 
@@ -36,10 +36,12 @@ class SmallVAR(Drafter):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: VARImageModel | NextScale) -> SmallVAR:
-        """Load a model's folder, strictly. target: a model, for its device, dtype and codebook. Raises ValueError if
-        both are models with different codebooks.
+        """Load a model's folder, strictly. Raises ValueError if both are models with different codebooks.
+
+        Args:
+            target: A model, for its device, dtype and codebook.
         """
-        model: Any = load(folder, target.dtype)
+        model: Any = VARImageModel.read(folder, target.dtype)
         model = model.to(target.device)
         if isinstance(target, VARImageModel):
             check_codebook("drafter", model, target)
@@ -49,7 +51,7 @@ class SmallVAR(Drafter):
         """Attach to a target. Raises ValueError unless both generate the same maps, and the target is a plain model."""
         check_alike("drafter", self.small, target.model)
         if not target.plain:
-            raise ValueError("drafter: got one with a refiner or a budget, which draw one scale at a time")
+            raise ValueError("drafter: got one with a refiner or a budget, which draw one scale at a time.")
         self.family = target
 
     def start(self, state: State, scores: Scores) -> None:

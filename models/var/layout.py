@@ -23,6 +23,10 @@ from visspec.models.published_tensors import Weights, read_all_tensors, rename
 from visspec.models.scales.multiscale import GROUPS, MultiScaleShape, MultiScaleVAE, ScaleSizes
 from visspec.models.var.network import GUIDANCE, VAR, VARConfig
 
+NOT_WEIGHTS = r"attn_bias_for_masking$"  # follows from the scales
+NOT_VQ_WEIGHTS = r"quantize\.ema_vocab_hit_SV$"  # a histogram of used codes
+SMOOTH = "quantize.quant_resi.qresi_ls."
+
 
 class VARImageConfig(PreTrainedConfig):
     """network: sizes, see `VARConfig`, without codes (the autoencoder's) and scales. grids: rows and columns of each
@@ -45,7 +49,7 @@ class VARImageConfig(PreTrainedConfig):
         small: dict[str, Any] = {"codes": 64, "size": 16, "channels": GROUPS, "multipliers": (1, 1), "blocks": 1}
         self.autoencoder = asdict(MultiScaleShape(**small | (autoencoder or {})))
         if len(set(self.labels)) != len(self.labels):
-            raise ValueError(f"labels: got {len(self.labels)} names with duplicates, expected unique names")
+            raise ValueError(f"labels: got {len(self.labels)} names with duplicates, expected unique names.")
         self.sizes  # noqa: B018, raises for an invalid network
         super().__init__(**options)
 
@@ -86,15 +90,7 @@ def check_codebook(name: str, other: VARImageModel, model: VARImageModel) -> Non
     """Raise ValueError unless both models have the same codebook."""
     own, theirs = (one.autoencoder.quantize.embedding.weight for one in (other, model))
     if not same_table(own, theirs, 1e-3):
-        raise ValueError(f"{name}: got a model with another codebook, expected the model's {len(theirs)} codes")
-
-
-load = VARImageModel.read
-
-
-NOT_WEIGHTS = r"attn_bias_for_masking$"  # follows from the scales
-NOT_VQ_WEIGHTS = r"quantize\.ema_vocab_hit_SV$"  # a histogram of used codes
-SMOOTH = "quantize.quant_resi.qresi_ls."
+        raise ValueError(f"{name}: got a model with another codebook, expected the model's {len(theirs)} codes.")
 
 
 def load_var(path: str | Path) -> VAR:
@@ -126,10 +122,10 @@ def _scales(level_L: Tensor, where: str | Path) -> ScaleSizes:
     levels = level_L.long().tolist()
     sizes = tuple(levels.count(k) for k in range(max(levels, default=-1) + 1))
     if not sizes or levels != [k for k, size in enumerate(sizes) for _ in range(size)]:
-        raise ValueError(f"checkpoint: lvl_1L of {where} is {levels[:8]}..., expected the level of each position")
+        raise ValueError(f"checkpoint: lvl_1L of {where} is {levels[:8]}..., expected the level of each position.")
     sides = [math.isqrt(size) for size in sizes]
     if any(side**2 != size for side, size in zip(sides, sizes)):
-        raise ValueError(f"checkpoint: {where} has maps of {sizes} codes, expected squares")
+        raise ValueError(f"checkpoint: {where} has maps of {sizes} codes, expected squares.")
     return ScaleSizes.square(*sides)
 
 

@@ -28,7 +28,11 @@ GUIDANCE = 2.5  # from the published evaluation
 
 @dataclass(frozen=True)
 class VARConfig:
-    """Sizes. shared: one modulation for all blocks, as in the 512-pixel models."""
+    """Sizes.
+
+    Args:
+        shared: One modulation for all blocks, as in the 512-pixel models.
+    """
 
     ALIKE: ClassVar = ("scales", "codes", "code_size", "classes")  # equal in models with the same maps and classes
 
@@ -41,11 +45,6 @@ class VARConfig:
     classes: int = 1000
     hidden: int | None = None  # width of the blocks' MLPs; default 4 width
     shared: bool = False
-
-    @classmethod
-    def of(cls, depth: int, scales: ScaleSizes, shared: bool = False) -> VARConfig:
-        """Return a published size: d16, d20, d24, d30 or d36."""
-        return cls(64 * depth, depth, depth, scales, shared=shared)
 
 
 class VARBlock(nn.Module):
@@ -62,7 +61,11 @@ class VARBlock(nn.Module):
             self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
     def forward(self, x_RQC: Tensor, given: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
-        """Run the block. given: the class (R, C), or the shared modulation (R, 1, 6, C)."""
+        """Run the block.
+
+        Args:
+            given: The class (R, C), or the shared modulation (R, 1, 6, C).
+        """
         shared = given.dim() == 4
         parts = self.ada_gss + given if shared else self.ada_lin(given).unflatten(-1, (6, -1))[:, None]
         gamma1, gamma2, scale1, scale2, shift1, shift2 = parts.unbind(dim=2)
@@ -110,7 +113,12 @@ class VAR(NextScale):
         return self.lvl_embed(self.level_L[begin:end]) + self.pos_1LC[:, begin:end]
 
     def forward(self, x_RQC: Tensor, given_RC: Tensor, attend: Attend, places: Tensor) -> Tensor:
-        """Return hidden states (R, Q, C). given: embedded classes. places: unused, as the inputs contain them."""
+        """Return hidden states (R, Q, C).
+
+        Args:
+            given_RC: Embedded classes.
+            places: Unused, as the inputs contain them.
+        """
         modulation = given_RC
         if self.config.shared:
             modulation = self.shared_ada_lin(given_RC).unflatten(-1, (1, 6, -1))

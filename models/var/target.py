@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import GenerationConfig
 
 from visspec.io import included
@@ -15,34 +13,11 @@ from visspec.models.image_codes.class_numbers import class_numbers
 from visspec.models.image_codes.target import ImageLayout
 from visspec.models.scales.kv_budget import CacheBudget, selectivity
 from visspec.models.scales.multiscale import MultiScaleVAE
-from visspec.models.scales.target import ScaleImages
-from visspec.models.var.layout import VARImageModel, check_codebook, load
+from visspec.models.scales.target import ScaleImages, ScalePrompt
+from visspec.models.var.layout import VARImageModel, check_codebook
 from visspec.models.var.network import GUIDANCE, VAR
 
 CALIBRATED = 8  # number of images for measuring selectivity
-
-
-@dataclass(frozen=True, eq=False)
-class ScalePrompt:
-    """classes (B,): numbers, the model's number of classes for none. against (B,): classes of the negative prompts."""
-
-    classes: Tensor
-    against: Tensor
-
-    def __len__(self) -> int:
-        return len(self.classes)
-
-    def of(self, images: list[int]) -> ScalePrompt:
-        return ScalePrompt(self.classes[images], self.against[images])
-
-    @property
-    def ids(self) -> Tensor:
-        """Placeholder ids (B, 1): the prompt has no tokens."""
-        return torch.zeros_like(self.classes)[:, None]
-
-    def rows(self, guided: bool) -> Tensor:
-        """Return class numbers (R,), conditional rows first."""
-        return torch.cat([self.classes, self.against]) if guided else self.classes
 
 
 class VARImages(ScaleImages):
@@ -55,7 +30,7 @@ class VARImages(ScaleImages):
     name = "var"
     default_guidance = GUIDANCE
     autoencoder = MultiScaleVAE, "VAR's autoencoder (visspec.models.var.layout.load_var_vae)"
-    load = staticmethod(load)
+    load = staticmethod(VARImageModel.read)
 
     def __init__(
         self,
@@ -100,7 +75,7 @@ def small(other: VARImageModel | VAR | str | None, model: VARImageModel) -> Any:
         name = included.made_for(other, model) or other
         if name not in included.table().models:
             raise ValueError(f"refiner: got {other!r}, expected a model or the name of an included one")
-        small: Any = load(included.check("refiner", name), model.dtype)
+        small: Any = VARImageModel.read(included.check("refiner", name), model.dtype)
         other = small.to(model.device)
     if not isinstance(other, VARImageModel):
         return other

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec.distributions import DenoisingSteps
+from visspec.io.checkpoint import check_choice
 
 LATEST = 0.999  # maximum beta of the cosine schedule
 OFFSET = 0.008  # offset of the cosine schedule, Nichol and Dhariwal 2021, equation 17
@@ -43,8 +44,7 @@ class Schedule:
     predicts: str = "noise"
 
     def __post_init__(self):
-        if self.predicts not in PREDICTIONS:
-            raise ValueError(f"predicts: got {self.predicts!r}, expected one of {', '.join(PREDICTIONS)}")
+        check_choice("predicts", self.predicts, PREDICTIONS)
 
     def estimate(self) -> tuple[Tensor, Tensor]:
         """Return coefficients (S,) of x and of the network's prediction in the estimated value."""

@@ -27,6 +27,21 @@ class VectorFamily(Family):
     autoencoder: AutoencoderKL | None = None
     patch = 1
 
+    def use_autoencoder(self, autoencoder: AutoencoderKL | None, size: int, loader: str) -> None:
+        """Set what decodes tokens of `size` numbers, and its pixels per token. `loader` is named if there is none.
+
+        Raises:
+            ValueError: Its latents do not fit the tokens.
+        """
+        self.autoencoder = autoencoder
+        if autoencoder is None:
+            self.no_pixels = f"no autoencoder was given ({loader})"
+            return
+        channels = autoencoder.config.latent_channels
+        if channels * self.patch**2 != size:
+            raise ValueError(f"autoencoder: got {channels} channels, which do not fit tokens of size {size}")
+        self.factor = self.patch * 2 ** (len(autoencoder.config.block_out_channels) - 1)
+
     def check_sampling(self, sampling: Sampling) -> None:
         for name, value, usual in (("top_k", sampling.top_k, 0), ("top_p", sampling.top_p, 1.0)):
             if value != usual:

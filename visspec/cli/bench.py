@@ -164,8 +164,8 @@ def throughput(
     """Return the inputs per second of a stream, and the ratio to transformers' generate in batches of as many rows.
 
     `groups` have as many inputs as there are slots, `batches` the same as (index, inputs). They are measured in up to
-    `PARTS` parts of several groups, each once and none before, because drafters remember answers. `warm` are other
-    batches.
+    `PARTS` parts of several groups, each once and none before, because drafters remember answers. `warm` holds
+    other batches for the warm-up.
     """
     slots, model, parts = len(groups[0]), cast(Any, fast.model), min(PARTS, max(len(groups) // PART_GROUPS, 1))
     list(fast.stream((inputs for _, inputs in warm), slots=slots, **options))

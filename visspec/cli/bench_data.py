@@ -27,9 +27,9 @@ def read(file: Path, most: int) -> list[Prompt]:
             except (ValueError, KeyError, TypeError) as error:
                 formats = "MMSpec, SPEED-Bench or vLLM's custom_mm"
                 reason = f"no {error}" if isinstance(error, KeyError) else error
-                raise ValueError(f"data: line {number} of {file} is not a prompt of {formats} ({reason})") from None
+                raise ValueError(f"data: line {number} of {file} is not a prompt of {formats} ({reason}).") from None
     if not found:
-        raise ValueError(f"data: {file} is empty")
+        raise ValueError(f"data: {file} is empty.")
     return found
 
 
@@ -42,5 +42,5 @@ def parse(fields: dict[str, Any], folder: Path) -> Prompt:
         images = [fields["image"]] if "image" in fields else []
     first, *later = turns
     if not isinstance(first, str):
-        raise ValueError(f"got a turn of {type(first).__name__}, expected text")
+        raise ValueError(f"got a turn of {type(first).__name__}, expected text.")
     return Prompt(category, first, [folder / image for image in images], len(later))

@@ -41,7 +41,11 @@ ORACLE, POLICY = "oracle", "policy"
 
 
 class Size(NamedTuple):
-    """Layers, hidden size, MLP size, query and key heads, vocabulary; qwen: with biases, as in Qwen2."""
+    """Layers, hidden size, MLP size, query and key heads, vocabulary.
+
+    Args:
+        qwen: Whether there are biases, as in Qwen2.
+    """
 
     layers: int
     hidden: int

@@ -41,7 +41,11 @@ def report() -> str:
 
 
 def kernel_lines(cuda: bool) -> list[str]:
-    """Return lines on what replaces the Triton kernels, and how draft passes attend. `cuda`: there is a CUDA device."""
+    """Return lines on what replaces the Triton kernels, and how draft passes attend.
+
+    Args:
+        cuda: Whether there is a CUDA device.
+    """
     import torch
 
     from visspec.io.provenance import driver_version

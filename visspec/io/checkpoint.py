@@ -54,6 +54,12 @@ def check_wholes(name: str, values: object, low: int, high: int, most: int = 102
     return tuple(values)
 
 
+def check_choice(name: str, value: object, choices: Collection[str]) -> None:
+    """Raise ValueError if a value is not one of these."""
+    if value not in choices:
+        raise ValueError(f"{name}: got {shorten(value)}, expected one of {', '.join(choices)}.")
+
+
 def check_positive(name: str, value: Any) -> None:
     """Raise ValueError if an entry of a configuration is not a finite number above 0."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
@@ -185,7 +191,7 @@ def check_values(name: str, value: Tensor, wanted: Tensor, where: str | Path) ->
     """Raise ValueError if values don't fit a tensor of the module: wrong kind, not finite, or out of range."""
     if value.is_floating_point() != wanted.is_floating_point():
         found, expected = (str(t.dtype).removeprefix("torch.") for t in (value, wanted))
-        raise ValueError(f"checkpoint: tensor {name!r} of {where} has the dtype {found}, expected {expected}")
+        raise ValueError(f"checkpoint: tensor {name!r} of {where} has the dtype {found}, expected {expected}.")
     if not value.is_floating_point() or not value.numel():
         return
     wide = value if value.element_size() > 1 else value.float()  # float8 does not support aminmax
@@ -210,7 +216,7 @@ def check_shapes(
         )
     for name, found in shapes.items():
         if found != (expected := tuple(expected_tensors[name].shape)):
-            raise ValueError(f"checkpoint: tensor {named(name)!r} of {where} has shape {found}, expected {expected}")
+            raise ValueError(f"checkpoint: tensor {named(name)!r} of {where} has shape {found}, expected {expected}.")
 
 
 def write_folder(folder: str | Path, tensors: Mapping[str, Tensor], entries: Mapping[str, Any]) -> None:

@@ -27,7 +27,11 @@ from visspec.types import FREE, MAX_NODES, Capabilities, Draft, Drafter, Outcome
 
 
 class SafeDrafter(Drafter):
-    """A drafter wrapped for one target. `chains`: the rule does not support trees."""
+    """A drafter wrapped for one target.
+
+    Args:
+        chains: Whether the rule only supports chains.
+    """
 
     def __init__(
         self,

@@ -115,7 +115,7 @@ def main():
     language, projector = model.model.language_model, model.model.multi_modal_projector
     sample = partial(model.requires_grad_(False).generate, max_new_tokens=48, do_sample=True, top_k=0)
     begin = processor.tokenizer([opening(processor, user_turn())] * 384, return_tensors="pt")
-    asked, texts = [prompt.text for prompt in read_prompts(None, "train")], []
+    asked, texts = [str(prompt.prompt) for prompt in read_prompts(None, "train")], []
     with torch.autocast("cpu"):  # prompts, some of its own, and answers that are to stay as they are
         written = processor.batch_decode(sample(**begin)[:, begin["input_ids"].shape[1] :])
         written = [text.partition("<|im_end|>")[0] for text in written if "<|im_end|>" in text]

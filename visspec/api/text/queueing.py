@@ -118,7 +118,9 @@ class RequestBuilder:
         requests.adopt_stop_strings(own)
         for name in ONE_PROMPT:
             if (value := own.get(name)) not in (None, False, 1):
-                raise ValueError(f"{name}: got {value!r}, expected one result of tokens for each request.")
+                raise ValueError(
+                    f"{name}: got {value!r}, expected its default: a stream returns one sequence of tokens per prompt."
+                )
         prompt = {name: value for name, value in own.items() if isinstance(value, Tensor)}
         options = {name: value for name, value in own.items() if name not in prompt}
         ids = prompt.get("input_ids")

@@ -71,19 +71,19 @@ class RandARImageModel(OwnImageModel):
     def image_codec(self) -> JanusCodec:
         return JanusCodec(self.vqmodel)
 
-    def features(self, ids_BL: Tensor, real_BL: Tensor) -> tuple[Tensor, Tensor]:
+    def features(self, ids_BL: Tensor, real_BL: Tensor, name: str = "prompt") -> tuple[Tensor, Tensor]:
         """Embed left-padded prompts as conditions (B, P, F), zero at padding, with a mask of real words (B, P). Words
-        are counted from the end of a prompt. Raises ValueError for prompts of more than P words.
+        are counted from the end of a prompt. Raises ValueError, about the argument `name`, for more than P words.
         """
         most, longest = self.config.words, int(real_BL.sum(dim=1).max())
         if longest > most:
-            raise ValueError(f"prompt: got {longest} words, expected at most {most}.")
+            raise ValueError(f"{name}: got {longest} words, expected at most {most}.")
         ids_BP, real_BP = (F.pad(part[:, -most:], (most - min(most, part.shape[1]), 0)) for part in (ids_BL, real_BL))
         return (self.words(ids_BP) + self.columns.weight) * real_BP[..., None], real_BP
 
 
 class JanusCodec:
-    """A stock `JanusVQVAE` with the interface of `vqgan.ImageCodec`."""
+    """A stock `JanusVQVAE` with the interface of `layouts_vq.ImageCodec`."""
 
     def __init__(self, model: JanusVQVAE):
         self.model = model
@@ -102,6 +102,3 @@ class JanusCodec:
     def decode(self, tokens: Tensor, grid: tuple[int, int]) -> Tensor:
         """Decode codes (B, T) in raster order to pixels (B, height, width, 3), float32 in [-1, 1]."""
         return self.model.decode(cast(torch.LongTensor, tokens)).permute(0, 2, 3, 1).float().clamp(-1, 1)
-
-
-load = RandARImageModel.read
