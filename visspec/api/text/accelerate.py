@@ -308,6 +308,7 @@ class Accelerated:
         """Generate like transformers' `generate`, with the same arguments and return value.
 
         Args:
+            args, kwargs: Arguments of transformers' `generate`.
             streamer: A transformers streamer, for one row.
             generator: Generator for sampling, or a list with one per row. The default is torch's global one.
             seed: Seed for sampling, which leaves the global state unchanged. Row b uses seed + b, or its entry of a
