@@ -101,8 +101,8 @@ def write(model: PreTrainedModel, processor: Any, asked: DrafterTraining, count:
             bar.update(len(seen), samples)
         answers.close()
     share = samples["duplicate"] / max(samples["duplicate"] + samples["new"], 1)
-    found = f"{share:.1%} duplicates among {samples.total():,} samples: {dict(samples)}"
-    say(f"{path} holds {len(seen):,} prompts; {found}")
+    found = f"; {share:.1%} duplicates among {samples.total():,} samples: {dict(samples)}" if samples else ""
+    say(f"{path} holds {len(seen):,} prompts{found}")
     if not seen:
         raise ValueError(f"data: got no prompt from {asked.target}. Pass a file of prompts.")
     return path
