@@ -89,10 +89,10 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
     """
     given = {"eval_rows": EVAL_ROWS, **options, "target": str(target), "out": Path(out)}
     given["preset"] = options.get("preset") or "image-eagle"
+    if options.get("prompts") is None and target not in included.table().models:
+        raise ValueError("prompts: got none. Pass --prompts FILE with a prompt on each line, or --data for text.")
     asked, plan, recipe = begin(given, TEXT_ONLY, "codes")
     name, prompts, rows, seed = asked.preset, asked.prompts, asked.rows, asked.seed
-    if prompts is None and target not in included.table().models:
-        raise ValueError("prompts: got none. Pass --prompts FILE with a prompt on each line, or --data for text.")
     planned = options_of(asked, plan)
     device, several = device_of(asked)
     texts = None if prompts is None else sources.texts(prompts)
