@@ -481,7 +481,7 @@ class Target:
 
     @property
     def pads(self) -> bool:
-        """Whether prompts of different lengths can be prefilled together, with the results of separate prefills."""
+        """Return whether prompts of different lengths can be prefilled together with the same results."""
         return False
 
     def finish(self, state: State) -> None:

@@ -1,4 +1,4 @@
-"""What the nodes of a draft attend to: the masks of draft passes, and the attention function that reads them.
+"""Attention of draft passes: their masks, and the attention function that reads them.
 
 A verification pass hands its tree to the attention layers as the keyword `visspec` of the forward pass, and meanwhile
 switches the model's configurations to our function, registered with transformers as "visspec" (`switched`). Without the

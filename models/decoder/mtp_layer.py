@@ -122,8 +122,8 @@ def _own_name(short: str) -> str:
 
 
 def in_files(model: PreTrainedModel) -> bool:
-    """Whether the folder of a loaded model has such a layer that `drafter="mtp"` reads, judged by the files' headers.
-    Nothing is downloaded.
+    """Return whether the folder of a loaded model has such a layer that `drafter="mtp"` reads, judged by the headers of
+    its files. Nothing is downloaded.
     """
     try:
         check(model)

@@ -112,8 +112,8 @@ def _key(target: HFDecoder) -> tuple:
 
 
 def pads(target: HFDecoder) -> bool:
-    """Whether left-padded rows start and continue as each does alone, tested by six passes over a few tokens. Results
-    are cached as in `check`.
+    """Return whether left-padded rows start and continue as each does alone, tested by six passes over a few tokens.
+    Results are cached as in `check`.
     """
     key = _key(target)
     if key not in _pads:

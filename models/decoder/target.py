@@ -359,8 +359,8 @@ class HFDecoder(Target):
 
     @property
     def pads(self) -> bool:
-        """Whether left-padding leaves each row's result unchanged. Not with rotary frequencies that depend on the
-        longest prompt, with positions that count padding, or if the model drops its cache at some length.
+        """Return whether left-padding leaves each row's result unchanged. Not with rotary frequencies that depend on
+        the longest prompt, with positions that count padding, or if the model drops its cache at some length.
         """
         if self._pads is None:
             fixed = not self.rotary and not self.restarts

@@ -48,7 +48,7 @@ FADE = 0.9  # factor on a place's weight in the loss per place after the known c
 
 @dataclass
 class DistilledMemory:
-    """What a request's drafts are computed from."""
+    """The state that a request's drafts are computed from."""
 
     stored: Tensor  # (layers, 2, B, H, S, E) keys and values: of the prompt, then a slot for each code
     prompt: Tensor  # (B, P) bool: prompt elements that are not padding

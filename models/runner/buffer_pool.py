@@ -58,7 +58,7 @@ class KVBuffers:
         return self.kind[1]
 
     def contains(self, first: Tensor, wanted: int, queue: int) -> bool:
-        """Whether a request's tensors (`first` is one of them) are in these buffers, with room for `wanted` slots."""
+        """Return whether a request's tensors, such as `first`, are in these buffers, with room for `wanted` slots."""
         in_place = first.data_ptr() == self.tensors[0].data_ptr()  # false if it needed more rows and moved out
         return in_place and self.slots >= wanted and self.kind[2] == queue
 

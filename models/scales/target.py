@@ -63,7 +63,7 @@ class ScaleLayout(ImageLayout):
 
 @dataclass(frozen=True, eq=False)
 class ScalePrompt:
-    """What B images are given, class numbers (B,) or `Texts`, and what stands in its place in unconditional rows."""
+    """The conditions of B images, class numbers (B,) or `Texts`, and what replaces them in unconditional rows."""
 
     given: Any
     against: Any

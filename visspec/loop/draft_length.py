@@ -110,7 +110,7 @@ class CostTable:
 
 @dataclass
 class AcceptanceRates:
-    """What is accepted of the drafts of a structure, by depth.
+    """Measured acceptance of the drafts of a structure, by depth.
 
     Args:
         narrower: The rates of the structure that this one is judged by before it was drafted.
@@ -199,7 +199,7 @@ class Costs:
         return max(self.passes.at(1), 1e-9)
 
     def start(self) -> Costs:
-        """What is known, as a start under other circumstances."""
+        """Return what is known, as a start under other circumstances."""
         drafts = {structure: CostTable(table.seconds) for structure, table in self.drafts.items()}
         passes, counted = CostTable(self.passes.seconds), CostTable(self.counted.seconds)
         return Costs(passes, drafts, counted, rounds=WARM_UP, next_probe=WARM_UP + FIRST_PROBE)
@@ -288,7 +288,7 @@ class AdaptiveLength(DraftLengthPolicy):
         vars(self).update(state, _lock=threading.Lock())
 
     def acceptance(self, structure: Structure = OWN) -> AcceptanceRates:
-        """What is accepted of a structure."""
+        """Return the measured acceptance of a structure."""
         if structure not in self.accepted:
             narrower = max((known for known in self.structures if known < structure), default=None)
             rates = None if narrower is None else self.acceptance(narrower)

@@ -111,7 +111,7 @@ class RunningBatch:
 
     @property
     def kind(self) -> tuple[Sampling, bool]:
-        """What the rows of a batch share."""
+        """Return what the rows of a batch share."""
         return replace(self.state.request.sampling, processors=()), self.state.drafting
 
     def leavers(self) -> Iterator[Answer]:

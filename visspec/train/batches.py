@@ -1,4 +1,4 @@
-"""What a trained drafter learns from and what it predicts, as the trainer sees it.
+"""Records that a trained drafter learns from, and its predictions, as the trainer sees them.
 
 Shapes: B rows, L prompt, M answer tokens, V vocabulary, F features.
 """
