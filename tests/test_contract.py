@@ -15,7 +15,7 @@ CASES = [(name, shape) for name in FAMILIES for shape in shapes(name)]
 
 
 def covered(name, shape):
-    """Families as another one but for ragged batches; a row with one picture by one with several, long texts by short."""
+    """A row with one picture by one with several, long texts by short ones, and families that are as another one."""
     return (name in TWINS and shape != "ragged") or shape == ("one" if FAMILIES[name].visual else "several")
 
 
