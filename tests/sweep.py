@@ -206,7 +206,7 @@ inputs. *Not built*: no tiny model could be made. Random models test correctness
 REASONS = {  # words of a refusal, and what the page says of it; the first that fits
     "is an encoder-decoder": "It is an encoder-decoder.",
     "states that every pass attends to|wrote keys and values": "It attends to states outside of the prompt.",
-    "expected full or sliding attention|for a draft|run a draft|'num_hidden_layers'": "It cannot verify a draft or undo it.",
+    "full or sliding attention|for a draft|run a draft|'num_hidden_layers'": "It cannot verify a draft or undo it.",
     "from its mask|counts positions itself": "It computes positions itself.",
     "no output embeddings": "It has no head over a vocabulary.",
     "its own (generate|decoding loop)": "It has its own decoding loop.",
