@@ -19,9 +19,11 @@ if TYPE_CHECKING:  # the names of _HOME, for tools that read the source
     from visspec.kernels.growth import ancestors as ancestors
     from visspec.kernels.neighbours import neighbour_mass as neighbour_mass
     from visspec.kernels.warp import guided_warp as guided_warp
+    from visspec.kernels.warp import guided_warp_unchecked as guided_warp_unchecked
 
 _HOME = {
     "guided_warp": "warp",
+    "guided_warp_unchecked": "warp",
     "accept_tree": "accept",
     "neighbour_mass": "neighbours",
     "grouped_mass": "groups",

@@ -265,7 +265,8 @@ def guided_warp_triton(logits, uncond, guidance, temperature, top_k, top_p, scor
     return out
 
 
-_guided_warp_op = operator(
+# `guided_warp` of arguments that were checked before, without `None`
+guided_warp_unchecked = operator(
     "guided_warp",
     guided_warp_torch,
     guided_warp_triton,
@@ -297,7 +298,7 @@ def guided_warp(
     require(top_k >= 0, "top_k", top_k, "a count of at least 0")
     check_number("top_p", top_p, 0, 1)
     guidance, temperature = as_float32(guidance), as_float32(temperature)
-    return _guided_warp_op(logits, uncond, guidance, temperature, top_k, top_p, scores)
+    return guided_warp_unchecked(logits, uncond, guidance, temperature, top_k, top_p, scores)
 
 
 def random_case(seed, rows=3, vocabulary=37, guided=False, ties=False, uniform=False, dtype=torch.float32, **sampling):

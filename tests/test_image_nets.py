@@ -27,7 +27,7 @@ from visspec import tree as trees
 from visspec.cache import visibility
 from visspec.io import convert_checkpoint
 from visspec.models import published_tensors as layouts
-from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.attention.pass_inputs import SlotLayers
 from visspec.models.codecs import vq_layout as layouts_vq
 from visspec.models.llamagen import layout as layouts_llamagen
 from visspec.models.llamagen import network as llamagen

@@ -281,14 +281,14 @@ def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Te
         logits = logits.float()  # nothing to fuse
         return logits if temperature in (0.0, 1.0) else logits / temperature
     width = logits.shape[-1]
-    z_RV = kernels.guided_warp(
+    z_RV = kernels.guided_warp_unchecked(  # `Sampling` has checked the numbers
         logits.reshape(-1, width),
         None if uncond is None else uncond.reshape(-1, width),
         sampling.guidance,
         sampling.temperature,
         sampling.top_k,
         sampling.top_p,
-        scores=True,
+        True,  # scores
     )
     return z_RV.view_as(logits)
 

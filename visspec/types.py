@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from visspec.distributions import Categorical, DenoisingSteps, Distribution
 
-TINY = torch.finfo(torch.float32).tiny
+TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 GUARANTEES = ("approximate", "exact for the declared target", "exact")  # weakest first
 FREE = -1  # in `Request.fixed`: a position without a fixed token
 MAX_NODES = 1024  # maximum number of nodes of a draft, root included
@@ -48,10 +47,10 @@ class Sampling:
 
     def __post_init__(self):
         for name, fits, expected in (
-            ("temperature", self.temperature == 0 or TINY <= self.temperature < inf, "0 or a positive float32 number"),
+            ("temperature", self.temperature == 0 or TINY <= self.temperature <= HUGE, "0 or a positive float32"),
             ("top_k", self.top_k >= 0, "a count of at least 0"),
             ("top_p", 0 <= self.top_p <= 1, "a probability"),
-            ("guidance", 0 <= self.guidance < inf, "a number of at least 0"),
+            ("guidance", 0 <= self.guidance <= HUGE, "a number of at least 0"),
         ):
             if not fits:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected {expected}")

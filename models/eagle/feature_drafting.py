@@ -186,7 +186,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         if self.config.block > 1:
             return self._propose_blocks(state, depth)
         calls = self.passes or self.recorder
-        if calls is not None and calls.ready(state, depth, self._turns_to):
+        if calls is not None and calls.prepare(state, depth, self._turns_to):
             return trees.chain_draft(state.pending, calls.draft(state, depth))
         whole, depth = depth, self.levels(state, depth)
         feature_Bd = self._catch_up(memory, depth)

@@ -115,7 +115,7 @@ class DraftCalls:
         self.levels = DraftLevels(self.layer)
         self.vocab, self.head = drafter.config.vocab, drafter.head
 
-    def ready(self, state: State, depth: int, turns: Callable[[int], Tensor]) -> bool:
+    def prepare(self, state: State, depth: int, turns: Callable[[int], Tensor]) -> bool:
         """Make room for a draft, and return whether `draft` can run it.
 
         Args:
@@ -133,7 +133,7 @@ class DraftCalls:
         raise NotImplementedError
 
     def draft(self, state: State, depth: int) -> Tensor:
-        """Read the queued elements and draft ids (B, depth) after the pending ones, once it is `ready`."""
+        """Read the queued elements and draft ids (B, depth) after the pending ones, after `prepare`."""
         memory: FeatureMemory = state.memory
         token_BT, feature_BTF, counts = memory.pop_pending()
         feature_BTd, length = self.head.reduced(feature_BTF).to(self.layer.dtype), -(-depth // GROUP) * GROUP

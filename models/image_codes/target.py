@@ -11,6 +11,7 @@ A axes of position ids, d hidden size.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -27,8 +28,7 @@ from visspec.distributions import Categorical
 from visspec.grammar import constrain
 from visspec.loop.decode import TokenBuffer
 from visspec.models.attention import draft_attention
-from visspec.models.attention.draft_attention import AttentionInputs, Masks
-from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
+from visspec.models.attention.pass_inputs import CACHE, NAME, AttentionInputs, Masks, SlotLayers, cache_argument
 from visspec.models.runner.compiled import CompiledPasses, compiled_passes
 from visspec.models.runner.graphs import GraphedForward, graphed_forward
 from visspec.models.runner.widths import PassWidths
@@ -557,7 +557,7 @@ class ImageAR(Target):
         cache: SlotLayers,
         decoder: nn.Module | None = None,
     ) -> Tensor:
-        with draft_attention.switched(self.configs if draft_attention.NAME in attention else ()):
+        with draft_attention.switched(self.configs) if NAME in attention else nullcontext():
             output = (decoder or self.family.decoder)(
                 inputs_embeds=embeds,
                 position_ids=positions,

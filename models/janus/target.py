@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache, StaticCache
 
-from visspec.models.attention.slot_layers import CACHE
+from visspec.models.attention.pass_inputs import CACHE
 from visspec.models.image_codes.chat_prompt import ChatPromptFamily
 from visspec.models.image_codes.target import ImageLayout, generate_options
 from visspec.types import Processor, Sampling
