@@ -1,4 +1,4 @@
-"""Fused kernels, one file each: formula, `reference` in torch, Triton kernel, launcher, test cases.
+"""Fused kernels, one file each: formula, `reference` in torch, Triton kernel, launcher, a timing case.
 
 Import it as `visspec.kernels`, not as top-level `kernels`: a Hugging Face package has that name, and if the repository
 root is on `sys.path`, transformers imports this folder instead. Run python with `-P`.
