@@ -47,7 +47,7 @@ def draft_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *args: object,
-    visspec: Any = None,
+    visspec: Tensor | dict[str, Tensor] | DraftLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     """Run transformers' `sdpa`, or attention over a draft if `visspec` is given.

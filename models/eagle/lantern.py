@@ -86,7 +86,7 @@ class LanternDrafter(ImageFeatureDrafter):
     def _whole(self, scores: Scores) -> Scores:
         return scores
 
-    def _code_parts(self, head: Any) -> tuple[nn.Embedding, nn.Module]:
+    def _code_parts(self, head: EagleHead) -> tuple[nn.Embedding, nn.Module]:
         """Return the embedding of the loop's ids, and no head: `_logits` asks the family for logits. The network is
         cast to the target's dtype.
         """
