@@ -287,15 +287,6 @@ def test_positional_prompt_and_no_mask():
         fast("llama", "ngram").generate(inputs["input_ids"], inputs=inputs["input_ids"])
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "llava"])
-def test_more_padding_changes_nothing(name):
-    inputs = {k: v for k, v in prompt(name, ["12"]).items() if k in ("input_ids", "attention_mask")}
-    expected = new_tokens(model_of(name).generate(**inputs, **GREEDY), inputs)
-    padded = {k: torch.nn.functional.pad(v, (6, 0)) for k, v in inputs.items()}
-    for drafter in (None, TreeOracle(expected, 0.3)):
-        assert new_tokens(fast(name, drafter).generate(**padded, **GREEDY), padded) == expected
-
-
 @pytest.mark.parametrize("name", ["llama", "gemma2", "llava"])
 @pytest.mark.parametrize("rows", [["14"], ["19", "12", "3"]], ids=["one", "ragged"])
 def test_embeddings_as_the_prompt(name, rows):

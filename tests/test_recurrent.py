@@ -202,33 +202,6 @@ def test_a_rejection_costs_no_pass():
     assert len(passes) == 1 + len(trace.rounds)
 
 
-@torch.inference_mode()
-def test_states_are_those_of_the_accepted_tokens():
-    """After a rejection and a pass that is taken whole, the states are those of stock decoding."""
-    name, lengths = "qwen3_5", (9, 6)
-    inputs, expected = prompt(name, lengths), stock(name, lengths)
-    target, state, _ = opened_model(model_of(name), inputs)
-    chain = torch.tensor([row[1:4] for row in expected])
-    chain[0, 1] = 5 + (chain[0, 1] + 1) % 80  # row 0 takes one drafted token, row 1 all
-    for paths, proposed in (([[0, 1], [0, 1, 2, 3]], chain), ([[0], [0]], None)):
-        draft = trees.empty_draft(state.pending) if proposed is None else trees.chain_draft(state.pending, proposed)
-        target.verify(state, draft)
-        taken = [len(p) for p in paths]
-        outcome = visspec.types.Outcome(paths, [])
-        target.commit(state, draft, outcome)
-        at = [sum(x) for x in zip(taken, [0, 0])] if proposed is not None else [3, 5]
-        state.position = state.position + torch.tensor(taken)
-        state.pending = torch.tensor([row[n] for row, n in zip(expected, at)])
-    assert state.cache.past.replayed == [0, 0]
-    for b, count in enumerate((3, 5)):
-        ids = torch.cat([inputs["input_ids"][b][inputs["attention_mask"][b].bool()], torch.tensor(expected[b][:count])])
-        with torch.no_grad():
-            cache = model_of(name)(input_ids=ids[None], use_cache=True)[CACHE]
-        for i, layer in state.cache.past.layers.items():
-            torch.testing.assert_close(layer.recurrent_states[0][b], cache.layers[i].recurrent_states[0][0])
-            torch.testing.assert_close(layer.conv_states[0][b], cache.layers[i].conv_states[0][0])
-
-
 def next_round(target, state, draft, paths, following):
     """Commit paths of a draft, and these tokens behind them."""
     target.commit(state, draft, visspec.types.Outcome(paths, []))
