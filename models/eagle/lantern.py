@@ -28,7 +28,7 @@ from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter, ImageMemory
 from visspec.models.eagle.layout import layer_fields
-from visspec.models.image_codes.target import Family
+from visspec.models.image_codes.family import Family
 from visspec.models.published_tensors import load_published
 from visspec.types import Scores, State
 

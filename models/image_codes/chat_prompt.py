@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig
 
-from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
+from visspec.models.image_codes.family import EncodedPrompt, Family, ImageLayout
 
 
 class ChatPromptFamily(Family):

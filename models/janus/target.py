@@ -10,12 +10,15 @@ from transformers import DynamicCache, StaticCache
 
 from visspec.models.attention.pass_inputs import CACHE
 from visspec.models.image_codes.chat_prompt import ChatPromptFamily
-from visspec.models.image_codes.target import ImageLayout, generate_options
+from visspec.models.image_codes.family import ImageLayout, generate_options
+from visspec.models.image_codes.target import ImageAR
 from visspec.types import Processor, Sampling
 
 
 class Janus(ChatPromptFamily):
     """The stock model as a family of image codes."""
+
+    target = ImageAR
 
     def __init__(self, model: Any, processor: Processor):
         config, inner = model.config, model.model
