@@ -40,6 +40,8 @@ def accept(
     return case
 
 
+POINT_MASSES = [{}, {"relaxed": True}, {"near": "delta"}, {"near": "lam"}]
+ACCEPT_KINDS = [*POINT_MASSES, *({"drawn": True} | kind for kind in POINT_MASSES)]
 ACCEPT = [
     {"nodes": 1, "vocabulary": 5},
     {"nodes": 7, "vocabulary": 11},

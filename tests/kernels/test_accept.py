@@ -6,10 +6,6 @@ import torch
 from tests.kernels import cases
 from visspec.kernels import accept, accept_tree
 
-POINTS = [{}, {"relaxed": True}, {"near": "delta"}, {"near": "lam"}]
-KINDS = [*POINTS, *({"drawn": True} | kind for kind in POINTS)]
-
-
 TABLE = torch.zeros(11, 3, dtype=torch.long)
 
 
@@ -30,7 +26,7 @@ def test_tree_against_definition(dtype):
     seen = 0
     for seed in range(200):
         sizes = {"rows": 50, "nodes": 2 + seed % 8, "vocabulary": 3 + seed % 13}
-        case = cases.accept(seed, dtype=dtype, **sizes, **KINDS[seed % len(KINDS)])
+        case = cases.accept(seed, dtype=dtype, **sizes, **cases.ACCEPT_KINDS[seed % len(cases.ACCEPT_KINDS)])
         outputs = accept_tree(**case)
         for b in range(50):
             assert_row(outputs, b, accept.reference(**row(case, b)))
@@ -48,7 +44,7 @@ def test_every_shape_decides_as_the_definition(case):
                 assert_row(outputs, b, accept.reference(**row(arguments, b)))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", cases.ACCEPT_KINDS, ids=str)
 def test_depth_and_branch_limits(kind):
     """For every limit the call equals one in which the nodes beyond it are padding, and the definition."""
     for seed, (depth, branch) in enumerate([(0, 9), (1, 9), (2, 9), (9, 0), (9, 1), (9, 2), (2, 1), (1, 2)]):
@@ -92,7 +88,7 @@ def test_neighbour_outside_vocabulary(drawn, kind):
             assert_row(outputs, b, accept.reference(**row(case, b)))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", cases.ACCEPT_KINDS, ids=str)
 def test_log_laws_decide_as_their_softmax(kind):
     """Only the laws of nodes that are reached are worked out: the others may hold anything."""
     for seed in range(10):

@@ -8,7 +8,6 @@ import torch
 
 from tests.doubles import drafted
 from tests.kernels import cases
-from tests.kernels.test_accept import KINDS
 from tests.replays import Waits
 from visspec import kernels, sampling
 from visspec import tree as trees
@@ -31,7 +30,7 @@ def tree_arguments(case, depth, branch):
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", cases.ACCEPT_KINDS, ids=str)
 def test_dispatches_from_logits(kind, rows, dtype):
     """Guidance, warp and acceptance of 59 nodes, counted inside the operators. (numpy on a CPU is not counted.)"""
     arguments = tree_arguments(cases.accept(0, rows=rows, nodes=59, vocabulary=300, dtype=dtype, **kind), 5, 10)
@@ -102,7 +101,7 @@ def test_no_other_step_waits_for_the_device():
     assert not count.found
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", cases.ACCEPT_KINDS, ids=str)
 def test_opcheck(kind):
     arguments = tree_arguments(cases.accept(0, rows=2, nodes=4, **kind), 3, 3)
     torch.library.opcheck(torch.ops.visspec.accept_tree, tuple(arguments[k] for k in NAMES))
