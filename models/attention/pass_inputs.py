@@ -2,8 +2,8 @@
 
 `SlotLayers` is our slot-addressed cache with the interface of a transformers `Cache`, which models write into
 unmodified. `Masks` builds the attention arguments of a pass over a draft: a mask, or where `draft_attention` needs
-none, lengths and the tree (`DraftLayout`), small enough to be rebuilt for every pass. `ModuleHooks` are on a shared
-model for the duration of a pass, and ignore calls from other threads.
+none, lengths and the tree (`DraftLayout`), small enough to be rebuilt for every pass. `ModuleHooks` are registered on
+a shared model for one pass and ignore calls from other threads.
 
 Shapes: B rows of a pass, R cache rows, H heads, G query heads per key head, N nodes, S slots, E head size, M = G N mask
 rows: row g N + n belongs to node n.
