@@ -91,7 +91,7 @@ class Lantern(Rejection):
         return mass_R.view_as(x_BD)
 
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
-        """Return the verdict of greedy decoding: accept a code whose mass with its neighbours' is the largest."""
+        """Return the verdict of greedy decoding: accept a code if it and its neighbours outweigh the likeliest code."""
         if draft.tree.size == 1:
             return super().greedy(draft, scores)
         distribution = categorical(scores.distribution)
