@@ -37,7 +37,7 @@ def read_stripped(folder: Path) -> dict[str, Tensor]:
 
 def entry(folder: Path, data: dict, name: str, kind: type[EntryT]) -> EntryT:
     if type(data.get(name)) is not kind:
-        words: dict[type, str] = {int: "a whole number", dict: "an object", list: "a list"}[kind]
+        words = {int: "a whole number", dict: "an object", list: "a list"}[kind]
         raise ValueError(f"drafter: {name} of {folder} is {shorten(data.get(name))}, expected {words}")
     return data[name]
 
