@@ -7,7 +7,7 @@ import torch
 
 from visspec.cli import bench_sizes
 from visspec.cli.main import main
-from visspec.models.attention import draft_attention
+from visspec.models.attention import draft_attention, pass_inputs
 
 OPTIONS = "--tiny --prompt 12 --max-new-tokens 72 --repeats 1 --dtype float32 --levels 5".split()
 COMMON = {
@@ -73,7 +73,7 @@ def test_a_way_of_attention_can_be_asked_for(way, monkeypatch):
     monkeypatch.setattr(draft_attention, "by_tree", lambda *args: seen.append(1) or by_tree(*args))
     record = bench_sizes.bench_sizes(options("qwen2.5-vl-7b", [2], max_new_tokens=12, attention=way))
     assert bool(seen) == (way == "tree") and record["identical"] == record["compared"] == 10
-    assert all(row["attention"] == draft_attention.WORDS[way] and row["law_error"] < 1e-4 for row in record["rows"])
+    assert all(row["attention"] == pass_inputs.WORDS[way] and row["law_error"] < 1e-4 for row in record["rows"])
 
 
 def test_a_gpu_gets_times(monkeypatch):
@@ -109,7 +109,7 @@ def test_laws_are_compared_as_tokens_may_not_show_an_error(monkeypatch):
     assert tiny().passes()["law_error"] < 1e-4
     case = tiny()
     blind = lambda self, tree, length: self.additive(torch.ones(1, tree.size, length + tree.size, dtype=bool), 7)  # noqa: E731
-    monkeypatch.setattr(draft_attention.Masks, "_shared_mask", blind)
+    monkeypatch.setattr(pass_inputs.Masks, "_shared_mask", blind)
     assert case.passes()["law_error"] > 1e-2
 
 

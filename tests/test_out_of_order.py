@@ -16,7 +16,8 @@ from visspec.loop.orders import RejectedRegions, islands
 from visspec.loop.out_of_order import decode_wavefront
 from visspec.loop.safe_drafter import SafeDrafter
 from visspec.models.drafting import checkpoint as feature_checkpoint
-from visspec.models.image_codes.target import ImageAR, ImageLayout
+from visspec.models.image_codes.family import ImageLayout
+from visspec.models.image_codes.target import ImageAR
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.models.janus.target import Janus
 from visspec.models.lowres import drafter as lowres
