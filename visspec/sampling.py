@@ -304,6 +304,8 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
 
     Args:
         logits_BNV: The target's logits after every node.
+        draft: The draft.
+        state: The request.
         uncond_BNV: Logits without the prompt, for guidance.
     """
     sampling, rows = state.request.sampling, len(state.rows)
@@ -394,6 +396,7 @@ def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Catego
 
     Args:
         logits_BV: The drafter's logits.
+        state: The request.
         level: Levels between the pending token's successor and this token.
     """
     logits_BV = warp(logits_BV, state.request.sampling)
