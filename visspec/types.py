@@ -328,12 +328,20 @@ class State:
         return max(map(self.room, self.rows))
 
     def room(self, row: int) -> int:
-        """Return the number of tokens that an original row may still emit."""
+        """Return the number of tokens that an original row may still emit.
+
+        Args:
+            row: Original number of the row.
+        """
         own = self.request.each[row] if self.request.each else self.request
         return own.max_new_tokens - len(self.output.tokens[row])
 
     def ids(self, row: int) -> Tensor:
-        """Return prompt and emitted tokens of an original row, (1, length)."""
+        """Return prompt and emitted tokens of an original row, (1, length).
+
+        Args:
+            row: Original number of the row.
+        """
         return self.output.ids(row)
 
 
@@ -401,6 +409,9 @@ class Target:
     def prefill(self, request: Request) -> tuple[State, Scores]:
         """Run the prompt.
 
+        Args:
+            request: The request.
+
         Returns:
             The new state, and scores with distributions (B, 1) after the prompt and features (B, L, F).
         """
@@ -410,6 +421,7 @@ class Target:
         """Run one pass over all nodes of all live rows.
 
         Args:
+            state: The state of the request.
             draft: Nodes to score; node 0 is the pending token.
 
         Returns:
@@ -423,6 +435,7 @@ class Target:
         Call it for the nodes in order of their levels, the pending node first. `verify` overwrites what it caches.
 
         Args:
+            state: The state of the request.
             value: The node (B,).
             level: The level of the node below the pending one.
             skip: Indices of the layers to leave out.
@@ -430,21 +443,40 @@ class Target:
         raise ValueError(f"drafter: {type(self).__name__} can't run single layers. Choose another drafter.")
 
     def stored(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-        """Return read-only keys and values (B, H, S, E) of layers, and a mask (B, S) of committed slots (None: all)."""
+        """Return read-only keys and values (B, H, S, E) of layers, and a mask (B, S) of committed slots (None: all).
+
+        Args:
+            state: The request.
+            layers: Indices of layers.
+        """
         raise ValueError(f"drafter: {type(self).__name__} does not expose keys and values. Choose another drafter.")
 
     def law(self, request: Request) -> Callable[[Tensor], Tensor] | None:
         """Return a function from hidden states (..., X), the "states" in `Scores.aux`, to log-distributions (..., V).
         They are correct up to a constant and ignore the grammar. The function may be wrong, so compare its results with
         those of a pass. None if the head can't be run alone.
+
+        Args:
+            request: The request.
         """
         return None
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
-        """Keep the accepted nodes of a round in the cache."""
+        """Keep the accepted nodes in the cache.
+
+        Args:
+            state: The request.
+            draft: The round's draft.
+            outcome: What the host knows of the round: lengths and paths.
+        """
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Keep only these live rows, given by index."""
+        """Keep only these live rows, given by index.
+
+        Args:
+            state: The request.
+            keep: Indices of the live rows to keep.
+        """
 
     @property
     def pads(self) -> bool:
@@ -452,7 +484,11 @@ class Target:
         return False
 
     def finish(self, state: State) -> None:
-        """Release what the request borrowed. Called when a request has ended, unless an exception ended it."""
+        """Release what the request borrowed. Called when a request has ended, unless an exception ended it.
+
+        Args:
+            state: The request.
+        """
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         """Append live rows of another request to the live rows.
@@ -460,6 +496,7 @@ class Target:
         Args:
             state: The state to extend.
             other: The other request's state, which is not changed.
+            take: Indices of the rows to add.
 
         Raises:
             ValueError: If the target does not support it.
@@ -470,6 +507,7 @@ class Target:
         """Run one pass over positions of an image in any order.
 
         Args:
+            state: The state of the request.
             value: Tokens (B, N) to run.
             where: Positions (B, N) of the tokens.
             seen: Attention mask of the tokens, True where one attends to a slot.
@@ -529,6 +567,7 @@ class Drafter:
         """Write configuration and weights. Only for drafters whose `saved_as` is "network".
 
         Args:
+            folder: The folder to write to.
             record: Provenance to store with the weights.
         """
         raise NotImplementedError
@@ -537,6 +576,7 @@ class Drafter:
         """Write the drafter for other engines.
 
         Args:
+            folder: The folder to write to.
             form: The name of a form that other engines read.
             verifier: Name of the target, for forms that contain it.
 
@@ -547,27 +587,54 @@ class Drafter:
         raise ValueError(f"form: {kind} has no form {form!r}. Other engines can't read this drafter.")
 
     def attach(self, target: Any) -> None:
-        """Connect to the model or image family. Called when a setup is built, and after device or dtype changed."""
+        """Connect to the model or image family. Called when a setup is built, and after device or dtype changed.
+
+        Args:
+            target: The transformers model, or the image family.
+        """
 
     def start(self, state: State, scores: Scores) -> None:
-        """Process the target's distribution and features after the prompt. Called once per request."""
+        """Process the scores of the prefill. Called once per request.
+
+        Args:
+            state: The request.
+            scores: The target's distribution and features after the prompt.
+        """
 
     def propose(self, state: State, depth: int) -> Draft:
         """Propose a draft.
 
         Args:
+            state: The state of the request.
             depth: Maximum number of levels. A draft may have fewer, never more.
         """
         raise NotImplementedError
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        """Process the result of a round: `verdict` is on the device, `outcome` holds the same as Python lists."""
+        """Process the result of a round.
+
+        Args:
+            state: The state after the round.
+            draft: The draft that was verified.
+            scores: The target's scores of its nodes.
+            verdict: The result of the acceptance rule, on the device.
+            outcome: The verdict as Python lists.
+        """
 
     def finish(self, state: State) -> None:
-        """Release what the request used. Called when a request has ended, unless an exception ended it."""
+        """Release what the request used. Called when a request has ended, unless an exception ended it.
+
+        Args:
+            state: The request.
+        """
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Keep only these live rows, given by index."""
+        """Keep only these live rows, given by index.
+
+        Args:
+            state: The request.
+            keep: Indices of the live rows to keep.
+        """
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         """Add live rows of another request after its `start`. Only called with `traits.joins`.
@@ -579,7 +646,11 @@ class Drafter:
         """
 
     def sketch(self, state: State) -> Tensor:
-        """Draft whole images after the prefill. Returns codes (B, rows * columns) of the live rows, in raster order."""
+        """Draft whole images after the prefill. Returns codes (B, rows * columns) of the live rows, in raster order.
+
+        Args:
+            state: The request.
+        """
         raise NotImplementedError
 
 
@@ -606,18 +677,29 @@ class Acceptance:
     traits = RuleTraits()
 
     def bind(self, capabilities: Capabilities) -> None:
-        """Adapt the rule to a target. Called on a copy of the user's rule when a setup is built."""
+        """Adapt the rule to a target. Called on a copy of the user's rule when a setup is built.
+
+        Args:
+            capabilities: Those of the target.
+        """
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Any:
         """Create the random numbers of a request, a `sampling.BufferedNoise`.
 
         Args:
+            generators: One generator per row.
             width: Width of the target's distributions.
         """
         raise NotImplementedError
 
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
-        """Select the accepted nodes. `noise` is None for greedy decoding."""
+        """Select the accepted nodes.
+
+        Args:
+            draft: The nodes.
+            scores: The target's distributions after each node.
+            noise: Random numbers; None for greedy decoding.
+        """
         raise NotImplementedError
 
     @property
@@ -636,7 +718,12 @@ class Order:
     distribution: type[Distribution] = Categorical
 
     def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
-        """Return this order for the rule and drafter of a setup. Raises ValueError if they are incompatible."""
+        """Return this order for the rule and drafter of a setup. Raises ValueError if they are incompatible.
+
+        Args:
+            rule: The acceptance rule.
+            drafter: The drafter; None for plain decoding.
+        """
         return self
 
     def decode(
@@ -647,5 +734,16 @@ class Order:
         request: Request,
         length_policy: Any,
     ) -> State:
-        """Decode a batch and return the finished state."""
+        """Decode a batch.
+
+        Args:
+            target: The model.
+            drafter: The drafter, or None.
+            rule: The acceptance rule.
+            request: The batch.
+            length_policy: Chooses the draft length of each round (`loop.draft_length.DraftLengthPolicy`).
+
+        Returns:
+            The finished state.
+        """
         raise NotImplementedError
