@@ -16,7 +16,7 @@ LARGEST = 1e12
 REQUIRED = {  # bench -> required fields
     "caption": ("speedup", "tau"),
     "image": ("rows",),
-    "text": ("rows",),
+    "text": ("speedup", "tau"),
     "sizes": ("rows",),
     "kernels": ("rows",),
 }
@@ -66,7 +66,7 @@ class Method:
     @property
     def label(self) -> str:
         parts = [self.record.get("drafter_name") or self.record.get("drafter"), self.record.get("acceptance")]
-        parts = [self.record.get("name"), self.record.get("kind")] if self.record.get("name") else parts
+        parts = [self.record["name"]] if self.record.get("name") else parts
         return str(" · ".join(str(p) for p in parts if p) or f"method {self.index}")
 
     @property
@@ -147,8 +147,8 @@ def rows_of(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 def methods_of(record: dict[str, Any], path: Path) -> list[Method]:
     """Return the methods of a caption or image record read from `path`. Raises ValueError."""
     shared = {key: value for key, value in record.items() if key not in ("rows", "failures", "texts", "thumbnails")}
-    if record["bench"] == "caption" and "rows" not in record:
-        return [Method("caption", record, path.parent, path.name)]
+    if "rows" not in record:
+        return [Method(record["bench"], record, path.parent, path.name)]
     methods = []
     for row in rows_of(record, path.name):
         images = [RecordImage.of(entry) for entry in row.get("images") or []]

@@ -16,6 +16,7 @@ from visspec.accept.exact import Exact
 from visspec.accept.lantern import Lantern
 from visspec.accept.rejection import Rejection
 from visspec.api.images.pipeline import ORIGINS, ImagePipeline
+from visspec.api.sources import Record
 from visspec.cli import bench_caption as bench
 from visspec.cli import bench_image
 from visspec.cli.bench_image_quality import by_detector, judge, plain_setup
@@ -48,10 +49,11 @@ class Processor:
 def caption_records():
     torch.manual_seed(0)
     model = tiny.model_of("llava")
-    images = [Image.new("RGB", (200, 100), colour) for colour in ("red", "blue")]
+    prompts = [Record(colour, Image.new("RGB", (200, 100), colour), "i 3") for colour in ("red", "blue", "grey")]
     options = {"max_new_tokens": 6}, {"max_new_tokens": 6, "acceptance": "rejection", "temperature": 1.0}
     greedy, sampled = (
-        bench.bench_caption(model, Processor(), images, bench.Options(**some), ["ngram"]) for some in options
+        bench.bench_prompts("caption", model, Processor(), prompts[:2], prompts[2:], bench.Options(**some))
+        for some in ({"drafter": ["ngram"], **one} for one in options)
     )
     return json.loads(json.dumps(greedy)), json.loads(json.dumps(sampled))
 
@@ -149,7 +151,7 @@ def test_pictures_keep_to_their_captions():
     """A prompt that failed is in no run: the pictures are those of the runs there are."""
     images = [Image.new("RGB", (4, 4), c) for c in ("red", "lime", "blue")]
     runs = [ArmRun(1.0, [[1], [2]], prompt=1), ArmRun(1.0, [[3]], prompt=2)]
-    groups = [[images[0]], [images[1], images[2]], ["no picture"]]
+    groups = [[Record("", image) for image in some] for some in (images[:1], images[1:], ["no picture"])]
     found = bench.thumbnails(runs, groups)
     colours = [None if t is None else Image.open(io.BytesIO(base64.b64decode(t))).getpixel((0, 0)) for t in found]
     assert colours == [(0, 255, 0), (0, 0, 255), None]
