@@ -10,7 +10,7 @@ import numpy as np
 from PIL import Image, ImageColor
 
 from visspec.eval.report.data import RecordImage
-from visspec.eval.report.figures import blocks, rgb
+from visspec.eval.report.figures import rgb
 from visspec.io.images import open_image, read_image
 
 SIDE = 128  # longest side of a thumbnail, pixels
@@ -78,6 +78,13 @@ def difference(image: Image.Image, baseline: Image.Image) -> tuple[str, float] |
     lifted = np.where(apart > 0, 40 + apart * (215 / 255), 0).astype(np.uint8)
     largest = blocks(lifted, SIDE).max(axis=(1, 3))  # a mean would hide a single pixel
     return data_uri(Image.fromarray(largest)), float((apart > 0).mean())
+
+
+def blocks(cells: np.ndarray, most: int) -> np.ndarray:
+    """Return (rows, height, columns, width): square blocks of a zero-padded grid, at most `most` per side."""
+    block = -(-max(cells.shape) // most)
+    padded = np.pad(cells, [(0, -n % block) for n in cells.shape])
+    return padded.reshape(padded.shape[0] // block, block, padded.shape[1] // block, block)
 
 
 def acceptance_map(grid: Sequence[Sequence[float | None]]) -> str:
