@@ -303,7 +303,7 @@ REFUSED = [  # a body, and the argument that the error names
     ({"messages": [USER, {"role": "user", "content": 7}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages[0].content[0]"),
     ({"messages": [USER | {"tool_calls": [1]}]}, "messages[0].tool_calls"),
-    ({"messages": [USER | {"content": [DETAIL]}]}, "messages[0].content[0].image_url.image_url.detail"),
+    ({"messages": [USER | {"content": [DETAIL]}]}, "messages[0].content[0].image_url.detail"),
     ({"temperature": True}, "temperature"), ({"temperature": float("nan")}, "temperature"), ({"top_p": 0}, "top_p"),
     ({"max_tokens": 1.5}, "max_tokens"), ({"seed": 2**62 + 1}, "seed"), ({"stop": ["a"] * 5}, "stop"),
     ({"stop": ["a", ""]}, "stop[1]"), ({"stream": "yes"}, "stream"), ({"logprobs": True}, "logprobs"),
