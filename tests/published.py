@@ -11,9 +11,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import visspec
+from tests.tiny import prompt, shapes, single_row
 from visspec.api.training.drafter import request_of
-from visspec.loop.decode import apply_verdict, open_request
+from visspec.loop.decode import apply_verdict, open_request, retire
 from visspec.models.decoder.target import HFDecoder
+
+NEW = 14  # tokens that are asked for
 
 
 def judged(target, drafter, rule, state, draft) -> None:
@@ -360,3 +363,32 @@ def known(target, model, inputs, answer):
     embedded = scores.aux["embeddings"]  # a text decoder takes ids
     embedded = model.get_input_embeddings()(inputs["input_ids"]) if embedded is None else embedded
     return ids, embedded[0], features, torch.cat([positions, more], dim=-1)[:, 0]
+
+
+def one_round(target, drafter, state, answer):
+    """Verify a chain of which row b has its next b + 1 tokens right."""
+    tokens = torch.stack([answer[b, len(t) - 1 :][:4] for b, t in enumerate(state.tokens)])
+    for b in range(len(tokens)):
+        tokens[b, 1 + b % 3] = (tokens[b, 1 + b % 3] + 1) % 88
+    judged(target, drafter, visspec.Exact(), state, visspec.tree.chain_draft(state.pending, tokens[:, 1:]))
+    retire(state, target, drafter)
+
+
+@torch.inference_mode()
+def check_drafts(drafter, model, name, config, weights, table, depth=3):
+    """What a drafter drafts for ragged rows is what its description makes of its tensors, after each of two rounds."""
+    rows, seen = shapes(name)["ragged"], []
+    inputs = prompt(name, rows)
+    target, state, answer = begun(drafter, model, inputs, NEW)
+    for _ in range(2):
+        draft = Watched(drafter, seen).propose(state, depth)
+        levels = [one for found in seen for one in (found.unbind(1) if found.dim() == 3 else [found])][-depth:]
+        for b in range(len(rows)):
+            done = len(state.tokens[b])
+            assert state.tokens[b] == answer[b, :done].tolist()
+            sequence = known(target, model, single_row(name, rows, inputs, b), answer[b, :done])
+            chain = draft.value[b, 1:depth].tolist()
+            want = eagle_logits(config, weights, table, model.lm_head, sequence, chain)
+            got = torch.stack([level[b] for level in levels])
+            torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=1e-3, atol=1e-3)
+        one_round(target, drafter, state, answer)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.distributions import context_law, output_law, plain_law, total_variation
-from tests.doubles import compact, drafted
+from tests.doubles import drafted
 from tests.kernels.test_accept_law import first_token_law
 from visspec import tree
 from visspec.accept import codebook
@@ -154,23 +154,6 @@ def test_exact_at_the_limits(name, shape, drawn):
     assert float(verdict.drift.abs().max()) == 0.0
     loose = bound(relaxed()[name])(draft, scores, seeded(rule))
     assert float(loose.drift.sum()) > 0  # the control
-
-
-@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
-@pytest.mark.parametrize("name", list(relaxed()))
-def test_rows_are_independent(name, drawn):
-    """A row's verdict is that of the row by itself; its absent nodes are never on a path."""
-    rule = bound(relaxed()[name])
-    draft, scores = random_round(TREE, drawn, rows=12)
-    verdict = rule(draft, scores, seeded(rule, 12))
-    on_path = compact(draft).gather(1, verdict.path.clamp(min=0))
-    assert ((on_path != -1) | (verdict.path < 0)).all()
-    for b in range(12):
-        q = None if draft.q is None else draft.q.p[b : b + 1]
-        own, law = drafted(compact(draft)[b : b + 1], draft.tree, q), Categorical(scores.distribution.logits[b : b + 1])
-        alone = rule(own, Scores(law), seeded(rule, 1, b))
-        assert torch.equal(alone.path[0], verdict.path[b]) and torch.equal(alone.next[0], verdict.next[b])
-        assert torch.allclose(alone.drift[0], verdict.drift[b], atol=1e-6)
 
 
 def two_levels(rule, p, q):

@@ -234,22 +234,10 @@ def check_levels(model, drafter, levels: int) -> None:
             assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more), rows
 
 
-VARIANTS = [{}, {"image_latents": 0}, {"table": None}]
-OF_DRAFTS = [  # a last block of a whole length, and a shorter one
-    *((options, 8) for options in VARIANTS),
-    *(pytest.param(options, 6, marks=[pytest.mark.nightly] * bool(options)) for options in VARIANTS),
-]
 SAMPLED = {"max_new_tokens": 15, "do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 3}
 
 
-@pytest.mark.parametrize(("options", "levels"), OF_DRAFTS)
-def test_compiled_levels_equal_eager(options, levels, monkeypatch):
-    if "table" in options:  # as for a large vocabulary
-        monkeypatch.setattr(layer, "FOLD_LIMIT", 0)
-    model = model_of("llava")
-    check_levels(model, features(model, **{k: v for k, v in options.items() if k != "table"}), levels)
-
-
+VARIANTS = [{}, {"image_latents": 0}, {"table": None}]
 PUBLISHED = [  # forms of published heads
     {"fusion": "sum"},
     {"fusion": "sum", "images": "latents", "image_latents": 2, "norm_input": True},
@@ -260,30 +248,30 @@ PUBLISHED = [  # forms of published heads
 ]
 
 
-@pytest.mark.parametrize("options", PUBLISHED)
-def test_compiled_levels_of_published_heads(options):
+@pytest.mark.parametrize(("options", "levels"), [  # a last block of a whole length, and a shorter one
+    *((options, 8) for options in VARIANTS), *((options, 6) for options in [{}, *PUBLISHED]),
+])  # fmt: skip
+def test_compiled_levels_equal_eager(options, levels, monkeypatch):
+    if "table" in options:  # as for a large vocabulary
+        monkeypatch.setattr(layer, "FOLD_LIMIT", 0)
     model = model_of("llava")
-    check_levels(model, EagleDrafter.for_model(model, seed=3, **options), levels=6)
-
-
-def published(number):
-    return lambda model: EagleDrafter.for_model(model, seed=3, **PUBLISHED[number])
+    check_levels(model, features(model, **{k: v for k, v in options.items() if k != "table"}), levels)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "backend", "levels"), [
-    (features, "eager", 2), pytest.param(features, "aot_eager", None, marks=pytest.mark.nightly),
-    pytest.param(published(2), "eager", 4, marks=pytest.mark.nightly),
-    pytest.param(published(2), "aot_eager", 8, marks=pytest.mark.nightly),
-    pytest.param(published(5), "aot_eager", 8, marks=pytest.mark.nightly),
+@pytest.mark.parametrize(("options", "backend", "levels"), [
+    ({}, "eager", 2), pytest.param({}, "aot_eager", None, marks=pytest.mark.nightly),
+    pytest.param(PUBLISHED[2], "eager", 4, marks=pytest.mark.nightly),
+    pytest.param(PUBLISHED[2], "aot_eager", 8, marks=pytest.mark.nightly),
+    pytest.param(PUBLISHED[5], "aot_eager", 8, marks=pytest.mark.nightly),
 ])  # fmt: skip
-def test_compiled_drafter_equals_eager(make, backend, levels, monkeypatch):
+def test_compiled_drafter_equals_eager(options, backend, levels, monkeypatch):
     """Greedy and coupled, one row and several; two graphs each, the target's own among them at default levels."""
     monkeypatch.setattr(compiled, "BACKEND", backend)
     if backend == "eager":  # graphs grow with the levels of a call: two calls
         monkeypatch.setattr("visspec.models.eagle.levels.GROUP", levels // 2)
-    model = llava(num_hidden_layers=1) if make is features else model_of("llava")
-    drafter = make(model)
+    model = model_of("llava") if options else llava(num_hidden_layers=1)
+    drafter = features(model, **options)
     eager = visspec.accelerate(model, drafter, adaptive=False, levels=levels)
     quick = visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=levels, compile=True)
     chains = quick.drafter.passes

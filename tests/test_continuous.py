@@ -91,7 +91,7 @@ def check_normal(values, mean, deviation):
     assert stats.kstest(squares, stats.chi2(size).cdf).statistic * count**0.5 < KS_LIMIT
 
 
-@pytest.mark.parametrize("size", [1, 2, 16])
+@pytest.mark.parametrize("size", [1, 16])
 def test_reflection_is_a_maximal_coupling(size):
     g = torch.Generator().manual_seed(0)
     count = 100_000
@@ -109,8 +109,7 @@ def test_reflection_is_a_maximal_coupling(size):
     assert abs(float(same.float().mean()) - overlap) < 0.006
 
 
-@pytest.mark.parametrize("size", [1, 2, 16])
-@pytest.mark.parametrize("K", [1, 2, 8])
+@pytest.mark.parametrize(("size", "K"), [(1, 1), (16, 1), (2, 2), (1, 8), (16, 8)])
 def test_candidate_coupling_is_exact(size, K):
     g = torch.Generator().manual_seed(1)
     count = 100_000
@@ -134,9 +133,8 @@ WRONG = (2.0, 0.0)  # forecasts that fail for a head of deviation 0.5, so that p
 
 
 OF_CHAINS = [
-    *itertools.product([1], [denoise.SPREADS], [1], ["near", "far"]),
     *itertools.product([8], [denoise.SPREADS, WRONG], [1], ["none", "near"]),
-    (8, WRONG, 1, "far"), (8, denoise.SPREADS, 16, "far"),
+    (1, denoise.SPREADS, 1, "far"), (8, WRONG, 1, "far"), (8, denoise.SPREADS, 16, "far"),
 ]  # fmt: skip
 
 
@@ -171,7 +169,7 @@ A, B = 0.6, 0.3  # centre of a vector's law, given the one before: A x + B
 ])  # fmt: skip
 def test_law_with_predicted_deviations(window, spreads, drafts, monkeypatch):
     monkeypatch.setattr(denoise, "SPREADS", spreads)
-    count, size, steps = 40_000, 2, 12
+    count, size, steps = 20_000, 2, 12
     sch = schedule(steps, learned=True)
     head = Gaussian(schedule(steps), size)
     centre = torch.full((count, 1, size), 0.7)

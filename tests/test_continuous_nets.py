@@ -27,7 +27,6 @@ from tests.layouts import (
     nextstep_folder,
     nextstep_names,
 )
-from visspec.io.convert_checkpoint import convert
 from visspec.models.codecs import vq_layout as layouts_vq
 from visspec.models.mar import layout as layouts_mar
 from visspec.models.mar import network as mar
@@ -190,15 +189,6 @@ def test_published_sizes_of_mar(size, millions, head, tensors):
     meta = {name: torch.empty(shape, device="meta") for name, shape in names.items()}
     inferred = layouts_mar.config_of(Weights("here", rename(meta, ())), None)
     assert inferred == mar.MARConfig(**vars(mar.SIZES[size]) | {"hidden": 4 * inferred.width})
-
-
-def test_mar_ema_checkpoint(published, tmp_path):
-    other = {name: tensor + 1 for name, tensor in published.items()}
-    content = {"model": other, "model_ema": published, "optimizer": {"state": {}}, "epoch": 400}
-    torch.save(content, tmp_path / "checkpoint-last.pth")
-    convert(tmp_path / "checkpoint-last.pth", tmp_path / "ema.safetensors")
-    found = layouts_mar.load_mar(tmp_path / "ema.safetensors", heads=4)
-    assert all(torch.equal(value, published[name]) for name, value in found.state_dict().items())
 
 
 def test_what_does_not_fit_mar_is_refused(published, tmp_path):

@@ -7,15 +7,13 @@ import torch
 
 import visspec
 from tests.doubles import one_sentence
-from tests.published import Watched, begun, eagle_logits, judged, known
+from tests.published import NEW, Watched, begun, check_drafts, eagle_logits, known
 from tests.tiny import model_of, prompt, shapes, single_row
-from visspec.loop.decode import retire
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.head import frequencies
 from visspec.models.eagle.image_compression import SpecVLMBranches
 
-NEW = 14
 SUM = {"fusion": "sum", "positions": "index"}
 SPLIT = {"fusion": "split", "feature_layers": (1, 0, -1), "fc_bias": False, "kv_heads": 2}
 FORMS = {
@@ -65,31 +63,15 @@ def make(name, form, seed=1, width=1, **more):
     return drafter
 
 
-@torch.inference_mode()
 @pytest.mark.parametrize(("name", "form"), [
     *(("llava", form) for form in FORMS), *(("qwen2_5_vl", form) for form in WITH_MROPE),
     *(("llama", form) for form in ("eagle", "eagle3", "flash", "dream")),
 ])  # fmt: skip
 def test_drafts_equal_published_forms(name, form):
-    drafter, model = make(name, form), model_of(name)
-    rows = shapes(name)["ragged"]
-    inputs = prompt(name, rows)
-    target, state, answer = begun(drafter, model, inputs, NEW)
-    seen = []
-    for _ in range(2):
-        depth = 5 if form == "flash" else 3  # three passes
-        draft = Watched(drafter, seen).propose(state, depth)
-        for b in range(len(rows)):
-            alone, done = single_row(name, rows, inputs, b), len(state.tokens[b])
-            assert state.tokens[b] == answer[b, :done].tolist()
-            whole = known(target, model, alone, answer[b, :done])
-            table = drafter.head.embed_tokens.weight if drafter.config.own_embedding else drafter.embed.weight
-            chain, weights = draft.value[b, 1:depth].tolist(), drafter.head.state_dict()
-            want = eagle_logits(drafter.config, weights, table, drafter.lm_head, whole, chain)
-            levels = [one for found in seen for one in (found.unbind(1) if found.dim() == 3 else [found])]
-            got = torch.stack([level[b] for level in levels[-depth:]])
-            torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=1e-3, atol=1e-3)
-        one_round(target, drafter, state, answer)
+    drafter = make(name, form)
+    table = drafter.head.embed_tokens.weight if drafter.config.own_embedding else drafter.embed.weight
+    depth = 5 if form == "flash" else 3  # three passes
+    check_drafts(drafter, model_of(name), name, drafter.config, drafter.head.state_dict(), table, depth)
 
 
 @torch.inference_mode()
@@ -119,15 +101,6 @@ def test_a_tree_draws_every_node_from_its_own_path(name, form, monkeypatch):
                 want = eagle_logits(drafter.config, weights, table, drafter.lm_head, whole, path)[-1]
                 got = seen[level + 1][b, node]
                 torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=1e-3, atol=1e-3)
-
-
-def one_round(target, drafter, state, answer):
-    """Verify a chain of which row b has its next b + 1 tokens right."""
-    tokens = torch.stack([answer[b, len(t) - 1 :][:4] for b, t in enumerate(state.tokens)])
-    for b in range(len(tokens)):
-        tokens[b, 1 + b % 3] = (tokens[b, 1 + b % 3] + 1) % 88
-    judged(target, drafter, visspec.Exact(), state, visspec.tree.chain_draft(state.pending, tokens[:, 1:]))
-    retire(state, target, drafter)
 
 
 def test_wave_lengths_of_llama3():

@@ -5,8 +5,8 @@ import collections
 import pytest
 import torch
 
-from tests.distributions import chi_square, context_law, output_law, plain_law, total_variation
-from tests.doubles import one_sentence
+from tests.distributions import chi_square, context_law, output_law, plain_law, total_variation, verdicts
+from tests.doubles import drafted, one_sentence
 from tests.tiny_images import janus, prompts
 from visspec import registry
 from visspec import tree as trees
@@ -96,19 +96,10 @@ def check_reported(tokens, parent, q):
             assert (distribution > 0.999).any() or chi_square(counts, distribution) > 1e-3
 
 
-def rounds(p, parent, tokens, q, node=0, context=()):
-    """Rounds of textbook rejection sampling below a node: (probability, emitted tokens)."""
-    residual, left = p(context).clone(), 1.0
-    for n in [n for n in range(1, len(parent)) if parent[n] == node]:
-        x = tokens[n - 1]
-        accepted = left * min(1.0, float(residual[x] / q[n][x]))
-        for weight, emitted in rounds(p, parent, tokens, q, n, (*context, x)):
-            yield accepted * weight, emitted
-        left -= accepted
-        rest = (residual - q[n]).clamp(min=0)
-        residual = rest / rest.sum() if rest.sum() > 0 else residual
-    for token, weight in enumerate(residual.tolist()):
-        yield left * weight, (*context, token)
+def rounds(p, parent, tokens, q):
+    """Rounds of textbook rejection sampling: (probability, emitted tokens)."""
+    draft = drafted(torch.tensor([[0, *tokens]]), trees.static(tuple(parent)), q[None])
+    return [(share, gained) for gained, share in verdicts(p, (), draft)]
 
 
 def path_law(parent, tokens, q):

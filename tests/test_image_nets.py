@@ -1,13 +1,12 @@
 """Image networks in their authors' layouts with random numbers, against `layouts.py` or another stock class."""
 
-import argparse
 import json
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from tests.doubles import one_sentence
 from tests.layouts import (
@@ -23,11 +22,7 @@ from tests.layouts import (
     turn_by_hand,
     within,
 )
-from visspec import tree as trees
-from visspec.cache import visibility
-from visspec.io import convert_checkpoint
 from visspec.models import published_tensors as layouts
-from visspec.models.attention.slot_layers import SlotLayers
 from visspec.models.codecs import vq_layout as layouts_vq
 from visspec.models.llamagen import layout as layouts_llamagen
 from visspec.models.llamagen import network as llamagen
@@ -61,42 +56,6 @@ def conditions(model, rows=2):
 def plain(model, condition, tokens):
     x = torch.cat([model.prefix(condition), model.embed(tokens)], dim=1)
     return model.head(model(inputs_embeds=x).last_hidden_state)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("kind", ["additive", "bool"])
-def test_a_tree_equals_each_path_alone_also_after_commit(model, kind):
-    """Seven draft nodes of two rows with unlike lengths, in the same slot cache and mask as stock decoders."""
-    parent = [-1, 0, 0, 1, 1, 2, 5]
-    tree = trees.static(tuple(parent))
-    condition, first = conditions(model), model.config.prefix
-    before, draft = torch.randint(24, (2, 4)), torch.randint(24, (2, 7))
-    cache = SlotLayers(2)
-    cache.slots.open(first + 4, "cpu")
-    model(torch.cat([model.prefix(condition), model.embed(before)], dim=1), None, None, cache)
-    cache.slots.commit([list(range(first + 4)), list(range(first + 2))])  # the second row keeps two codes
-
-    def verify(tokens):
-        extent = cache.slots.open(7, "cpu")
-        seen = visibility(tree.ancestor, cache.slots.lengths, None, extent)[:, None]
-        mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-        place = torch.tensor(cache.slots.lengths)[:, None] + tree.depth
-        return model.head(model(model.embed(tokens), place, mask if kind == "additive" else seen, cache)[0])
-
-    paths = {n: [n] for n in range(7)}
-    for n in range(1, 7):
-        paths[n] = [*paths[parent[n]], n]
-    kept = [before[0], before[1, :2]]
-    for _ in range(2):
-        logits = verify(draft)
-        for row in range(2):
-            for node, path in paths.items():
-                alone = torch.cat([kept[row], draft[row, path]])[None]
-                expected = plain(model, condition[row : row + 1], alone)[0, -1]
-                torch.testing.assert_close(logits[row, node], expected, **TOL)
-        cache.slots.commit([paths[6], paths[4]])
-        kept = [torch.cat([kept[0], draft[0, paths[6]]]), torch.cat([kept[1], draft[1, paths[4]]])]
-        draft = torch.randint(24, (2, 7))
 
 
 def test_prefixes_and_their_refusals(model):
@@ -265,19 +224,6 @@ def test_llamagen_does_not_guess(tmp_path):
         layouts_llamagen.load_llamagen(file, 4)
     with pytest.raises(ValueError, match="heads: got 3 for a wqkv of 64 x 32"):
         layouts_llamagen.load_llamagen(file, 4, 3)
-
-
-def test_pickles_are_converted_only_when_asked(tmp_path):
-    tensors = filled(gpt_names(False))
-    pickled, out = tmp_path / "c2i_B_256.pt", tmp_path / "out" / "c2i.safetensors"
-    out.parent.mkdir()
-    torch.save({"model": tensors, "optimizer": {"state": {}}, "steps": 3, "args": argparse.Namespace(lr=1.0)}, pickled)
-    for path in (pickled, tmp_path):
-        with one_sentence(r"pickled weights \(c2i_B_256\.pt\), expected \.safetensors .*visspec convert"):
-            layouts_llamagen.load_llamagen(path, 4, 4)
-    convert_checkpoint.convert(pickled, out)
-    assert load_file(out).keys() == tensors.keys()
-    assert layouts_llamagen.load_llamagen(out.parent, 4, 4).config == small()
 
 
 def test_nothing_outside_the_folder_is_read(tmp_path):

@@ -8,15 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import visspec
-from tests.distributions import chi_square, choice_rounds, context_law, contexts, output_law, plain_law, total_variation
-from tests.doubles import drafted, new_tokens
+from tests.distributions import chi_square, choice_rounds, context_law, output_law, plain_law, total_variation
+from tests.doubles import new_tokens
 from tests.tiny import model_of, prompt
 from visspec import sampling
 from visspec import tree as trees
-from visspec.accept.exact import Exact, follow
+from visspec.accept.exact import follow
 from visspec.distributions import Categorical
 from visspec.sampling import Gumbel
-from visspec.types import Scores
 
 V, K = 4, 3
 EXACT = 1e-12
@@ -155,34 +154,6 @@ def test_noise_does_not_depend_on_how_it_is_consumed(steps, peek):
         assert torch.equal(noise.window(step)[0], whole[at : at + step])
         noise.advance([step])
         at += step
-
-
-class Window:
-    def __init__(self, rows, positions):
-        uniform = torch.rand(rows, positions, V, generator=torch.Generator().manual_seed(0))
-        self.numbers = -torch.log(-torch.log(uniform))
-
-    def window(self, positions):
-        return self.numbers[:, :positions]
-
-
-@pytest.mark.parametrize("kind", ["chain", "tree", "twins"])
-def test_gumbel_choices_follow_the_law(kind):
-    """The rule itself, noise and all, 40000 rows in one call: first tokens, and second tokens given the first."""
-    rows, p = 40_000, context_law(V, seed=3)
-    parent, tokens = DRAFTS[kind]
-    logits = torch.stack([p(c) for c in contexts(parent, tokens)]).log().float().expand(rows, -1, -1)
-    draft = drafted(torch.tensor([tokens]).expand(rows, -1), trees.static(parent))
-    verdict = Exact()(draft, Scores(Categorical(logits)), Window(rows, draft.levels + 1))
-    first, second = torch.zeros(V), torch.zeros(V, V)
-    for path, length, following in zip(verdict.path.tolist(), verdict.length.tolist(), verdict.next.tolist()):
-        emitted = [*(tokens[n] for n in path[1:length]), following]
-        first[emitted[0]] += 1
-        if len(emitted) > 1:
-            second[emitted[0], emitted[1]] += 1
-    assert chi_square(first, p(())) > 1e-4 > chi_square(first, p(()).roll(1))
-    for token in set(tokens[n] for n in range(len(parent)) if parent[n] == 0):
-        assert chi_square(second[token], p((token,))) > 1e-4 > chi_square(second[token], p((token,)).roll(1))
 
 
 @pytest.mark.parametrize("drafter", ["none", "ngram"])

@@ -120,6 +120,7 @@ def filed(tensors):
         "beside": {"model": tensors, "ema": averaged, "steps": 3, "args": argparse.Namespace(lr=1.0)},
         "wrapped": {"model": {f"module.{n}": t for n, t in tensors.items()}, "ema": {"module": averaged}},
         "deeper": {"state_dict": {"model": tensors, "ema": averaged}},
+        "of MAR": {"model": tensors, "model_ema": averaged, "optimizer": {"state": {}}, "epoch": 400},
         "prefixed": {"state_dict": tensors | {f"ema.{n}": t for n, t in averaged.items()}},
     }
 

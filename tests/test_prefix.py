@@ -14,7 +14,6 @@ import visspec
 from tests.doubles import fast, one_sentence
 from tests.test_adapters import adapted
 from tests.test_eagle import make
-from tests.test_stream import widened
 from tests.tiny import FAMILIES, IMAGE, llama, model_of, prompt, shapes
 from visspec.api.text.queueing import RequestBuilder, add_to_digest
 from visspec.loop.decode import open_request
@@ -63,6 +62,11 @@ def test_rows_as_alone(name):
     else:
         assert reused[:2] == [0, 0] and min(reused[2:]) >= entries[0]["input_ids"].shape[1] - SIZES[0]
         assert (cache.hits, cache.misses, len(cache), cache.refused) == (8, 2, 2, "")
+
+
+def widened(drafter):
+    drafter.width, drafter.nodes, drafter.traits = 3, 8, dataclasses.replace(drafter.traits, trees=True)
+    return drafter
 
 
 DRAFTERS = {

@@ -14,10 +14,10 @@ from transformers import AutoConfig, GptOssConfig, GptOssForCausalLM
 
 import visspec
 from tests.doubles import one_sentence
-from tests.published import Watched, Weights, begun, dflash_hidden, eagle_logits, edges, known, walked
+from tests.published import NEW, Weights, begun, check_drafts, dflash_hidden, edges, known, one_round, walked
 from tests.test_assistants import block_assistant, muse_glimmer
 from tests.test_drafter_checkpoints import Largest
-from tests.test_eagle_heads import make, one_round
+from tests.test_eagle_heads import make
 from tests.tiny import TEXT, built, llama, model_of, prompt, qwen3, shapes, single_row
 from visspec import registry
 from visspec.api.training.drafter import request_of
@@ -32,7 +32,6 @@ from visspec.models.eagle.config import EagleConfig
 from visspec.models.published import form_of
 from visspec.testing import check_drafter
 
-NEW = 14
 D, V, MIDDLE, HEADS, SIZE = 32, 96, 40, 4, 8
 FEW = 36
 IDS = torch.randperm(90, generator=torch.Generator().manual_seed(3))[:FEW].sort().values
@@ -283,23 +282,11 @@ def whole(table, model):
     return torch.cat([table, model.get_input_embeddings().weight.detach()[len(table) :]])
 
 
-@torch.inference_mode()
 def check_described(drafter, model, kind, config, tensors):
-    """What a drafter drafts for ragged rows is what its description makes of its tensors, after each of two rounds."""
-    rows = shapes(kind)["ragged"]
-    inputs = prompt(kind, rows)
-    target, state, answer = begun(drafter, model, inputs, NEW)
+    """A checkpoint's drafter drafts as its description says."""
     weights = {renamed(key): value for key, value in tensors.items()}
     table = whole(weights.get("embed_tokens.weight", torch.empty(0, D)), model)
-    for _ in range(2):
-        seen = []
-        draft = Watched(drafter, seen).propose(state, 3)
-        for b in range(len(rows)):
-            sequence = known(target, model, single_row(kind, rows, inputs, b), answer[b, : len(state.tokens[b])])
-            want = eagle_logits(config, weights, table, model.lm_head, sequence, draft.value[b, 1:3].tolist())
-            got = torch.stack([level[b] for level in seen])
-            torch.testing.assert_close(got.log_softmax(-1), want.log_softmax(-1), rtol=1e-4, atol=1e-4)
-        one_round(target, drafter, state, answer)
+    check_drafts(drafter, model, kind, config, weights, table)
 
 
 def renamed(key):

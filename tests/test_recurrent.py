@@ -69,7 +69,6 @@ MODELS = {
     "granite_hybrid": granite,
     "falcon_h1": lambda: built(tf.FalconH1ForCausalLM, tf.FalconH1Config(**MAMBA, mamba_d_ssm=64)),
 }
-each_model = pytest.mark.parametrize("name", MODELS)
 TWINS = {"qwen3_next", "bamba"}  # their layers are Qwen 3.5's and Granite's
 KINDS = [pytest.param(name, marks=[pytest.mark.nightly] * (name in TWINS)) for name in MODELS]
 
@@ -130,8 +129,10 @@ DRAFTERS = {  # by the lengths of a batch's rows, from answers
 }
 
 
-@each_model
-@pytest.mark.parametrize("lengths", DRAFTERS, ids=["one", "ragged"])
+@pytest.mark.parametrize("name, lengths", [
+    pytest.param(name, lengths, marks=[pytest.mark.nightly] * (name in TWINS and len(lengths) == 1))
+    for name in MODELS for lengths in DRAFTERS
+])  # fmt: skip
 def test_greedy_equals_stock(name, lengths):
     inputs, expected = prompt(name, lengths), stock(name, lengths)
     assert max(len(set(row)) for row in expected) >= 6  # a model that repeats itself would hide faults
@@ -143,7 +144,7 @@ def test_greedy_equals_stock(name, lengths):
             assert fast.last_stats.rounds <= (NEW + 4) // 6 + 1
 
 
-@pytest.mark.parametrize("name, most", [*((name, 1) for name in MODELS), ("qwen3_5_vl", 4)])
+@pytest.mark.parametrize("name, most", [*((name, 1) for name in MODELS if name not in TWINS), ("qwen3_5_vl", 4)])
 def test_replays_are_bounded(name, most, monkeypatch):
     """With a small bound they are settled often, in rows that stand apart."""
     monkeypatch.setattr(recurrent, "MOST", most)
@@ -200,33 +201,6 @@ def test_a_rejection_costs_no_pass():
     trace = result.state.trace
     assert any(trace.rounds[n].had_rejection[0] for n in range(len(trace.rounds)))
     assert len(passes) == 1 + len(trace.rounds)
-
-
-@torch.inference_mode()
-def test_states_are_those_of_the_accepted_tokens():
-    """After a rejection and a pass that is taken whole, the states are those of stock decoding."""
-    name, lengths = "qwen3_5", (9, 6)
-    inputs, expected = prompt(name, lengths), stock(name, lengths)
-    target, state, _ = opened_model(model_of(name), inputs)
-    chain = torch.tensor([row[1:4] for row in expected])
-    chain[0, 1] = 5 + (chain[0, 1] + 1) % 80  # row 0 takes one drafted token, row 1 all
-    for paths, proposed in (([[0, 1], [0, 1, 2, 3]], chain), ([[0], [0]], None)):
-        draft = trees.empty_draft(state.pending) if proposed is None else trees.chain_draft(state.pending, proposed)
-        target.verify(state, draft)
-        taken = [len(p) for p in paths]
-        outcome = visspec.types.Outcome(paths, [])
-        target.commit(state, draft, outcome)
-        at = [sum(x) for x in zip(taken, [0, 0])] if proposed is not None else [3, 5]
-        state.position = state.position + torch.tensor(taken)
-        state.pending = torch.tensor([row[n] for row, n in zip(expected, at)])
-    assert state.cache.past.replayed == [0, 0]
-    for b, count in enumerate((3, 5)):
-        ids = torch.cat([inputs["input_ids"][b][inputs["attention_mask"][b].bool()], torch.tensor(expected[b][:count])])
-        with torch.no_grad():
-            cache = model_of(name)(input_ids=ids[None], use_cache=True)[CACHE]
-        for i, layer in state.cache.past.layers.items():
-            torch.testing.assert_close(layer.recurrent_states[0][b], cache.layers[i].recurrent_states[0][0])
-            torch.testing.assert_close(layer.conv_states[0][b], cache.layers[i].conv_states[0][0])
 
 
 def next_round(target, state, draft, paths, following):

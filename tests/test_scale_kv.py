@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from tests.doubles import one_sentence
-from tests.test_scales import CLASSES, SCALES, images, network, plain, vae
-from visspec import ImagePipeline
+from tests.test_scales import SCALES, images, network, plain, vae
 from visspec.models.scales import kv_budget as scale_kv
 from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget, attention, centres, pool_scores, selectivity
 from visspec.models.scales.multiscale import ScaleSizes
@@ -217,21 +216,3 @@ def checked(*row):
 def test_wrong_budgets_are_refused(make, words):
     with one_sentence(words):
         make()
-
-
-def test_budget_in_pipeline(model):
-    assert CLASSES == 5
-    said = selectivity(model, vae().quantize, torch.tensor([1, 2]), torch.Generator().manual_seed(0))
-    budget = CacheBudget.allot(said, LONG, share=0.3, window=4)
-    pipe = ImagePipeline(model, None, parts={"codec": vae(), "budget": budget})
-
-    def stop(pipe, round, tokens, given):
-        pipe.interrupt = round == 3
-
-    assert not pipe("3", seed=5, output_type="latent", callback_on_step_end=stop).images
-    out = pipe(["1", "3"], seed=[1, 2], output_type="latent")
-    other = ImagePipeline(model, None, parts={"codec": vae(), "budget": budget})
-    assert torch.equal(other("3", seed=2, output_type="latent").images[0], out.images[1])
-    assert out.stats[0].guarantee == "approximate" and "part of its cache" in str(out.stats[0])
-    each = 2 * 32 * 4 * 4  # bytes of a token in a layer, of four rows
-    assert out.traces[0].memory["cache"] <= each * max(map(sum, zip(*budget.tokens)))

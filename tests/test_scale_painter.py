@@ -80,6 +80,8 @@ def test_a_painter_is_a_refiner(pipe):
         for own, theirs in zip(found.tokens, same(PROMPTS, seed=[1, 2], output_type="latent").tokens):
             assert torch.equal(own, theirs)
     mixed = pipe.with_parts({"refiner": small, "handover": 2})(PROMPTS, seed=[1, 2], output_type="latent")
+    declared = "scales 1..2 by the model, the others of 4 by the refiner, each given all before"
+    assert mixed.stats[0].declared == declared and declared in str(mixed.stats[0])
     for own, theirs in zip(mixed.tokens, pipe(PROMPTS, seed=[1, 2], output_type="latent").tokens):
         assert torch.equal(own[:5], theirs[:5]) and not torch.equal(own, theirs)
     assert pipe.with_parts({}) is pipe and not pipe.parts
@@ -113,7 +115,7 @@ def test_share_is_budget(pipe):
     assert whole.family.budget.whole(net.config.scales) and out.stats[0].guarantee == "exact"
     assert all(torch.equal(a, b) for a, b in zip(out.tokens, plain.tokens))
     small = pipe.with_parts({"budget": 0.3})(PROMPTS, seed=[1, 2], output_type="latent")
-    assert small.stats[0].guarantee == "approximate"
+    assert small.stats[0].guarantee == "approximate" and "part of its cache" in str(small.stats[0])
     assert small.traces[0].memory["cache"] < out.traces[0].memory["cache"]
 
 

@@ -341,18 +341,6 @@ def test_callback_and_abort(model):
     assert torch.equal(pipe("1", seed=1, output_type="latent").images[0][:14], seen[1][:14])
 
 
-def test_composition_in_pipeline(model):
-    parts = {"codec": vae(), "refiner": network(3, depth=1), "handover": 2}
-    pipe = ImagePipeline(model, None, parts=parts)
-    out = pipe(["1", "3"], seed=[1, 2], output_type="latent")
-    stats = out.stats[0]
-    assert stats.guarantee == "exact for the declared target"
-    assert stats.declared == "scales 1..2 by the model, the others of 4 by the refiner, each given all before"
-    assert stats.declared in str(stats) and out.traces[0].memory["freed"] > 0
-    with pytest.raises(ValueError, match="drafter: got one with a refiner"):
-        pipe("1", drafter=SmallVAR(network(3)), output_type="latent")
-
-
 def test_var_refuses_what_it_can_not_draw(model):
     pipe = ImagePipeline(model, None, parts={"codec": vae()})
     for change, words in (

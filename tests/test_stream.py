@@ -3,7 +3,6 @@
 import functools
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -40,12 +39,6 @@ def alone(quick, entries, **options):
     return [(r.state.tokens[0], 0.0 if r.state.drift is None else float(r.state.drift[0])) for r in results]
 
 
-@functools.cache
-def plain(name, **options):
-    """The same without a drafter, which exact decoding leaves as it is."""
-    return alone(fast(name, None), prompts(name), **options)
-
-
 def together(quick, entries, slots=3, **options):
     answers = list(quick.stream(entries, slots=slots, **options))
     for answer in answers:
@@ -72,29 +65,6 @@ class Guesser(Double):
 def test_rows_are_as_alone_in_every_family(name):
     quick, entries = fast(name, "ngram"), prompts(name, count=1)
     assert together(quick, entries, slots=2) == alone(quick, entries)
-
-
-@pytest.mark.parametrize(
-    "name, kind",
-    [("llava", k) for k in ("feature", "tree", "small", "seeing", "guesser")]
-    + [("qwen2_5_vl", k) for k in ("feature", "tree", "seeing")],
-)
-def test_rows_are_as_alone_with_every_drafter(name, kind):
-    """Greedy and sampled."""
-    drafter = {
-        "feature": lambda: make(name, latents=1),
-        "tree": lambda: widened(make(name, latents=1)), "small": lambda: SmallModel(model_of("qwen2"), model_of(name)),
-        "seeing": lambda: SmallModel(model_of(name), model_of(name)), "guesser": Guesser,
-    }[kind]()  # fmt: skip
-    quick, entries = fast(name, drafter), prompts(name)
-    for options in ({}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9}):
-        assert together(quick, entries, **options) == plain(name, **options)
-    assert not quick.setup.drafter.warned
-
-
-def widened(drafter):
-    drafter.width, drafter.nodes, drafter.traits = 3, 8, replace(drafter.traits, trees=True)
-    return drafter
 
 
 @pytest.mark.parametrize(
