@@ -118,6 +118,8 @@ MISSING = {  # packages of an extra that a command needs
     "caption {}/photo.png --out x.parquet": "pyarrow",
     "caption {}/photo.png --ray --out x.jsonl": "ray",
     "generate x --ray --out x": "ray",
+    "eval kid {} {}": "torch_fidelity",
+    "serve": "openai",
 }
 
 

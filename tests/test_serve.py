@@ -8,7 +8,6 @@ import json
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +31,6 @@ from openai.types.chat import completion_create_params
 
 import visspec
 from tests import children
-from tests.doubles import refused
 from tests.grammars import SCHEMA, json_model, json_processor
 from visspec.api import loading
 from visspec.api.captions import prepare
@@ -488,11 +486,6 @@ def test_many_clients_at_once(clients, requests, captioner, pictures):
             call.result(300)
         assert not wrong and sorted(done) == list(range(requests))
         until(lambda: not running.text.running)
-
-
-def test_a_missing_extra_is_a_sentence(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "openai", None)
-    assert "openai is not installed. Run pip install 'visspec[serve]'." in refused(capsys, "serve")
 
 
 @pytest.mark.slow
