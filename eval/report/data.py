@@ -30,14 +30,13 @@ GUARANTEES = {  # kind -> (mark, words)
 
 @dataclass(frozen=True)
 class RecordImage:
-    """An image of a method in the JSON of `visspec bench image`: a path inside the folder of the record, or a small PNG
-    in base64. `verdict` is {"correct", "reason"}. `acceptance` is (rows, columns) by token: 1 if the drafted token was
-    accepted, 0 if it was replaced, None if nothing was drafted.
+    """An image of a method in the JSON of `visspec bench image`, as a small PNG in base64. `verdict` is {"correct",
+    "reason"}. `acceptance` is (rows, columns) by token: 1 if the drafted token was accepted, 0 if it was replaced, None
+    if nothing was drafted.
     """
 
     prompt: object = ""
     seed: object = ""
-    path: str | None = None
     png: str | None = None
     verdict: Mapping[str, Any] | None = None
     acceptance: list[list[float | None]] | None = None
@@ -58,7 +57,6 @@ class Method:
 
     kind: str  # kind of bench
     record: dict[str, Any]
-    folder: Path  # base of its image paths
     source: str
     index: int = 0  # number on the page, from 1
     images: list[RecordImage] = field(default_factory=list)
@@ -148,11 +146,11 @@ def methods_of(record: dict[str, Any], path: Path) -> list[Method]:
     """Return the methods of a caption or image record read from `path`. Raises ValueError."""
     shared = {key: value for key, value in record.items() if key not in ("rows", "failures", "texts", "thumbnails")}
     if "rows" not in record:
-        return [Method(record["bench"], record, path.parent, path.name)]
+        return [Method(record["bench"], record, path.name)]
     methods = []
     for row in rows_of(record, path.name):
         images = [RecordImage.of(entry) for entry in row.get("images") or []]
-        methods.append(Method(record["bench"], shared | row, path.parent, path.name, images=images))
+        methods.append(Method(record["bench"], shared | row, path.name, images=images))
     if record.get("failures"):  # failures of the whole bench are shown once
         methods[0].record["failures"] = record["failures"]
     methods[0].record |= {name: record[name] for name in ("texts", "thumbnails") if name in record}

@@ -106,8 +106,7 @@ def run(arguments: Options) -> None:
         check_folder(arguments.out, arms, judges, options, seed)
     record = bench(pipe, texts, methods, options, seed, arguments.batch_size, others=others)
     if judges is not None:
-        home = arguments.json.resolve().parent if arguments.json else None
-        judge(record, arms, options, judges, seed, arguments.out, home)
+        judge(record, arms, options, judges, seed, arguments.out)
     arguments.end(record, view(record))
 
 
