@@ -150,7 +150,7 @@ def load_published(
         where: The file or folder, for errors.
         dtype: The module's dtype.
         published: The file's name of a tensor of the module.
-        ignored: Names of the file that the module may lack.
+        ignored: Names in the file that the module may lack.
         rebuild: Moves the module to the CPU, if it has buffers that no file holds.
     """
     names = {own: published(own) for own in module.state_dict()}

@@ -177,7 +177,7 @@ def evaluating(home: Path) -> None:
 
 
 def imaging(home: Path) -> dict[str, Any]:
-    """Published files by their names, any-order and continuous models, and pictures to be judged."""
+    """Published files by their names, and pictures to be judged."""
     evaluating(home)
     llamagen(home, caption=False, queries=True)
     save_file(
@@ -202,8 +202,7 @@ def imaging(home: Path) -> dict[str, Any]:
     lantern.lumina(home / "Lumina-mGPT-7B-768")
     save_file(filled(chameleon_vq_names()), home / "vqgan.safetensors")
     assert main(["convert", "var", "var_d16.pth", "--vae", "vae_ch160v4096z32.pth", "--out", "var-d16"]) == 0
-    pipe = visspec.ImagePipeline.from_pretrained("painter-any-order")
-    return {"visspec": visspec, "pipe": pipe, "processor": None, "watch": lambda pipe, step, tokens, more: more}
+    return {"visspec": visspec, "processor": None, "watch": lambda pipe, step, tokens, more: more}
 
 
 NAMES = {

@@ -72,7 +72,7 @@ OF_FAMILIES = [("qwen2_5_vl", form) for form in ("eagle3", "vispec", "flash", "s
 OF_FAMILIES += [("llama", form) for form in ("eagle", "flash", "dream")]
 FORMS = {  # of drafters of text: (family, prompts, drafter)
     **{f"{name}, {rows}": ("llava", rows, partial(tiny_drafter, name))
-       for name in sorted(TEXT) for rows in ("one", "ragged")},
+       for name in sorted(TEXT) for rows in ("ragged", "one")[: 1 + (name in ("context", "eagle"))]},
     **{f"{name} of {DECODERS[(n + more) % 3]}": (DECODERS[(n + more) % 3], "ragged", partial(str, name))
        for n, name in enumerate(UNTRAINED) for more in range(1 + (name in ("context", "layers")))},
     "layers:every=2": ("qwen3_vl", "ragged", partial(str, "layers:every=2")),

@@ -246,6 +246,10 @@ def test_other_paths_that_hold_no_model(tmp_path):
         layouts.read_all_tensors(tmp_path / "none.safetensors")
     with pytest.raises(ValueError, match="no weights"):
         layouts.read_all_tensors(tmp_path)
+    (tmp_path / "a.pt").write_bytes(b"")
+    for path in (tmp_path, tmp_path / "a.pt"):
+        with one_sentence(r"pickled weights \(a\.pt\), expected \.safetensors .*visspec convert"):
+            layouts.read_all_tensors(path)
     (tmp_path / "a.safetensors").write_bytes(b"junk")
     with pytest.raises(ValueError, match="not a readable safetensors file"):
         layouts.read_all_tensors(tmp_path / "a.safetensors")

@@ -208,3 +208,13 @@ def test_grid_and_maps():
     sheet = grid.grid(images, ["a b c d e f g", "", "x"], columns=2)
     assert sheet.getpixel((grid.MARGIN, grid.MARGIN)) == (255, 0, 0) and sheet.width == 2 * 20 + 3 * grid.MARGIN
     assert grid.origin_image(np.zeros((2, 3), np.uint8), 30).size == (30, 30)
+
+
+def test_chart_axes_and_legend():
+    series = {"a": ("#ff0000", [(1, 1), (4, 2)]), "b": ("#0000ff", [(1, 0.5), (4, 0.5)])}
+    page = grid.chart(series, "x", "y", (300, 200))
+    assert page.size == (300, 200) and page.getpixel((5, 195)) == (255, 255, 255)
+    colours = {colour for _, colour in page.getcolors(60_000)}
+    assert {(255, 0, 0), (0, 0, 255)} <= colours  # both lines
+    left = np.asarray(page)[60:140, 56]
+    assert (left < 100).all(), "the vertical axis"

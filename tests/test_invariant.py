@@ -15,7 +15,7 @@ from visspec.models.decoder.prefix import PrefixCache
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.runner.widths import REFERENCE, PassWidths
 
-NEW = 40
+NEW = 24
 LENGTHS = (5, 33, 12, 58)
 SAMPLED = {"do_sample": True, "temperature": 1.0}
 

@@ -276,7 +276,7 @@ def test_what_is_refused(tmp_path):
         "unknown tensor 'mtp.layers.1.x'": tensors | {"mtp.layers.1.x": torch.zeros(1)},
         "'mtp.fc.weight' of": tensors | {"mtp.fc.weight": torch.zeros(32, 32)},
     }
-    cases = [(bare, "has no tensors of such a layer"), (llama(), "expected a model with MTP layers")]
+    cases = [(bare, "has no tensors of an MTP layer"), (llama(), "expected a model with MTP layers")]
     sparse = saved(tmp_path / "sparse", minimax(), {"mtp.fc.weight": torch.zeros(32, 64)})
     cases += [(sparse, "has minimax_m3_sparse, expected full or sliding attention")]
     cases += [(saved(tmp_path / str(i), model, found), said) for i, (said, found) in enumerate(changed.items())]

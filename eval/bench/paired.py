@@ -61,7 +61,7 @@ def interleave(
 ) -> tuple[dict[str, list[ArmRun]], list[str]]:
     """Run every arm on every prompt. Returns the runs by arm, and the failures; a prompt that fails in one arm is
     excluded from all. Prompts in `warmup` run first and are not measured. They must not be in `prompts`, because
-    drafters may remember answers. A `title` shows a progress bar.
+    drafters may remember answers. With a `title`, a progress bar is shown.
     """
     names = list(arms)
     for prompt in warmup:

@@ -390,7 +390,7 @@ class Masks:
 class IncrementalMask:
     """A mask for rows of different lengths that is updated through the rounds of a request: bias (R, 1, M, S).
 
-    All M rows of a cache row share its prefix, so that a pass with fewer nodes uses the first ones.
+    All M rows of a cache row share its prefix, so a pass with fewer nodes uses the first ones.
     """
 
     def __init__(self, bias: Tensor, lengths: list[int], nodes: int):

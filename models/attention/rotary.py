@@ -18,7 +18,7 @@ from visspec.models.attention.hooks import ModuleHooks
 
 
 def modules(model: nn.Module) -> list[nn.Module]:
-    """Return the rotary modules of a model whose frequencies depend on the reach."""
+    """Return the rotary modules of a model whose frequencies depend on the sequence length."""
 
     def depends(kind: object) -> bool:
         kinds = kind.values() if isinstance(kind, dict) else [kind]  # some models have one kind per layer type

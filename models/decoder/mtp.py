@@ -5,8 +5,8 @@ Layer k in transformers predicts the token k + 2 places ahead from the hidden st
 last one for k = 0) and the token k + 1 places ahead, with its own keys and values at every position. transformers runs
 them at batch size 1; here keys and values are in slots, so that rows may be ragged. The last positions of a round are
 read with drafted tokens ahead of them, so as many as there are layers after the first are read again in the next round.
-A single layer for all levels reads accepted tokens once, and then its own states and drafts, one place per level, so
-that it can also grow trees.
+A single layer for all levels reads accepted tokens once, and then its own states and drafts, one place per level. It
+can therefore grow trees, too.
 
 Shapes: B rows, C elements of a round, n layers, S slots, d hidden size, P axes of M-RoPE, W nodes of a tree's level, M
 nodes of it and of the levels above, V vocabulary.

@@ -148,7 +148,7 @@ def _find_layer(model: PreTrainedModel) -> tuple[Path, dict[str, str], Shapes]:
     shapes = read_shapes(folder)
     own = layer_names(shapes, model.config.get_text_config().num_hidden_layers)
     if not own:
-        raise ValueError(f"drafter: {folder} has no tensors of such a layer (mtp.*), expected them beside the model's.")
+        raise ValueError(f"drafter: {folder} has no tensors of an MTP layer (mtp.*). Use the full checkpoint.")
     return folder, own, shapes
 
 

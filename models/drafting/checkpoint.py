@@ -44,7 +44,7 @@ NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class DrafterConfig:
-    """Base class of configurations of a network and of the target that it is made for, as stored in config.json.
+    """Base class of a drafter's configuration, stored in config.json: sizes of its network and of its target.
 
     Raises ValueError for numbers and flags with which the network would run but give nonsense. Sizes need no check:
     the network is built on `meta` first, and its tensors are compared with the file's.

@@ -95,7 +95,7 @@ class Lantern(Rejection):
         return mass_R.view_as(x_BD)
 
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
-        """Return the verdict of greedy decoding: accept a code whose mass with its neighbours' is the largest.
+        """Return the verdict of greedy decoding: accept a code if it and its neighbours outweigh the likeliest code.
 
         Args:
             draft: The draft.

@@ -195,7 +195,7 @@ class Costs:
 
     @property
     def step(self) -> float:
-        """Seconds of a plain pass; before one was timed, of the narrowest pass."""
+        """Seconds of a plain pass, or of the narrowest pass until a plain one was timed."""
         return max(self.passes.at(1), 1e-9)
 
     def start(self) -> Costs:
