@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from visspec.cli.arguments import SamplingOptions
 from visspec.io.options import HardwareOptions, Positive, option
@@ -27,7 +28,7 @@ def run(arguments: Options) -> None:
         model, processor = loading.load(name, needs_pictures=True, **arguments.hardware)
         members[name] = verdict.Member(name, accelerate(model), processor)
     drafts, judge = [members[name] for name in arguments.drafts], members[arguments.model]
-    how = {"keep": arguments.keep, "seed": arguments.seed, **arguments.generation}
+    how: dict[str, Any] = {"keep": arguments.keep, "seed": arguments.seed, **arguments.generation}
     result = verdict.decide(drafts, judge, image, arguments.question, **how)
     for i, (name, answer) in enumerate(zip(arguments.drafts, result["drafts"])):
         score = f"{result['scores'][i]:.3f}" if i in result["scores"] else "-"

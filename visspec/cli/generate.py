@@ -71,7 +71,10 @@ def run(arguments: Options) -> int | None:
         raise ValueError("prompt: got none, expected at least one.")
     if arguments.prompts is not None:
         sources.prompts(arguments.prompts)  # raises if the file does not exist
-    return with_ray(arguments) if arguments.ray else draw(arguments)
+    if arguments.ray:
+        return with_ray(arguments)
+    draw(arguments)
+    return None
 
 
 def draw(arguments: Options) -> None:

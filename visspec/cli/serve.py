@@ -6,7 +6,7 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from visspec.cli.arguments import ModelOptions, load
 from visspec.io.options import Positive, number, option
@@ -50,7 +50,7 @@ def run(arguments: Options) -> int:
         raise ValueError(f"--host, --port: can't listen on {host}, {port} ({error}).") from None
     fast, processor = load(arguments)
     if arguments.image_model is not None:
-        how = {"batch_invariant": arguments.batch_invariant, **arguments.hardware}
+        how: dict[str, Any] = {"batch_invariant": arguments.batch_invariant, **arguments.hardware}
         pipe = ImagePipeline.from_pretrained(arguments.image_model, **how)
         pipe.set_progress_bar_config(disable=True)
     sizes = {name: getattr(arguments, name) for name in ("slots", "max_new_tokens", "max_pixels", "prefix_cache")}
