@@ -124,7 +124,7 @@ def bench_prompts(
     categories = bench.by_category(prompts) if size == 1 and any(one.category for one in prompts) else {}
     rows = []
     for spec, fast in ours.items():
-        row = {"bench": kind, "drafter": spec, "failures": failures}
+        row: dict[str, Any] = {"bench": kind, "drafter": spec, "failures": failures}
         row |= summarise(runs, arms, arguments.temperature, names[spec])
         if arguments.compile:
             row["speedup_over_compiled"] = row["baselines"]["transformers_compiled"]["ours_is_faster_by"]
@@ -132,7 +132,7 @@ def bench_prompts(
         if categories:
             row["categories"] = by_category(runs, names[spec], categories, arguments.temperature > 0)
         rows.append(row)
-    record = rows[0] | ({"rows": rows} if len(rows) > 1 else {})
+    record: dict[str, Any] = rows[0] | ({"rows": rows} if len(rows) > 1 else {})
     if "auto" in ours:
         record |= {"auto": ours["auto"].name, "why": default_drafter(model)[1]}
     record |= {"texts": texts(runs["ours"], tokenizer_of(processor))}
