@@ -7,7 +7,7 @@ import torch
 
 from visspec.cli import bench_sizes
 from visspec.cli.main import main
-from visspec.models.attention import draft_attention
+from visspec.models.attention import draft_attention, pass_inputs
 
 OPTIONS = "--sizes tiny --prompt 12 --max-new-tokens 72 --repeats 1 --dtype float32 --levels 5".split()
 COMMON = {
@@ -88,7 +88,7 @@ def test_laws_are_compared_as_tokens_may_not_show_an_error(monkeypatch):
     assert tiny().passes()["law_error"] < 1e-4
     case = tiny()
     blind = lambda self, tree, length: self.additive(torch.ones(1, tree.size, length + tree.size, dtype=bool), 7)  # noqa: E731
-    monkeypatch.setattr(draft_attention.Masks, "_shared_mask", blind)
+    monkeypatch.setattr(pass_inputs.Masks, "_shared_mask", blind)
     assert case.passes()["law_error"] > 1e-2
 
 

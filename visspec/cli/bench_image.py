@@ -37,8 +37,7 @@ from visspec.cli.bench_image_quality import (
 from visspec.eval.bench import paired as speed
 from visspec.io.options import Count, Positive, option
 from visspec.loop.stats import drift_text
-from visspec.models.image_codes.families import family_of
-from visspec.models.image_codes.target import Family
+from visspec.models.image_codes.family import Family, family_of
 from visspec.models.runner.compiled import stepwise
 from visspec.types import Sampling
 

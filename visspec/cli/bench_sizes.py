@@ -30,7 +30,7 @@ from visspec.eval.bench.oracle import Oracle, erring
 from visspec.io.options import Positive, Probability, option
 from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
-from visspec.models.attention.slot_layers import CACHE
+from visspec.models.attention.pass_inputs import CACHE
 from visspec.types import Request, State
 
 Decoder = LlamaForCausalLM | Qwen2ForCausalLM
