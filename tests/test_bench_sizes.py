@@ -7,7 +7,7 @@ import torch
 
 from visspec.cli import bench_sizes
 from visspec.cli.main import main
-from visspec.models.attention import draft_attention, pass_inputs
+from visspec.models.attention import pass_inputs
 
 OPTIONS = "--sizes tiny --prompt 12 --max-new-tokens 72 --repeats 1 --dtype float32 --levels 5".split()
 COMMON = {
