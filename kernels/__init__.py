@@ -1,4 +1,4 @@
-"""Fused kernels, one file each: formula, `reference` in torch, Triton kernel, launcher, test cases.
+"""Fused kernels, one file each: formula, `reference` in torch, Triton kernel, launcher, a timing case.
 
 Import it as `visspec.kernels`, not as top-level `kernels`: a Hugging Face package has that name, and if the repository
 root is on `sys.path`, transformers imports this folder instead. Run python with `-P`.
@@ -19,9 +19,11 @@ if TYPE_CHECKING:  # the names of _HOME, for tools that read the source
     from visspec.kernels.growth import ancestors as ancestors
     from visspec.kernels.neighbours import neighbour_mass as neighbour_mass
     from visspec.kernels.warp import guided_warp as guided_warp
+    from visspec.kernels.warp import guided_warp_unchecked as guided_warp_unchecked
 
 _HOME = {
     "guided_warp": "warp",
+    "guided_warp_unchecked": "warp",
     "accept_tree": "accept",
     "neighbour_mass": "neighbours",
     "grouped_mass": "groups",

@@ -507,64 +507,6 @@ def _check_draft(
         check_tensor("mass", mass, (B, N), FLOATS, p.device)
 
 
-def random_case(
-    seed, rows=4, nodes=7, vocabulary=11, drawn=False, dtype=torch.float32, relaxed=False, near=None,
-    chain=False,
-):  # fmt: skip
-    """Return arguments of `accept_tree` for tests: random trees with padding, repeated siblings and peaked laws.
-
-    near: "delta" or "lam" adds a table of neighbors. chain: chains of different lengths instead of trees.
-    """
-    g = torch.Generator().manual_seed(seed)
-    shape = (rows, nodes, vocabulary)
-    sharp = torch.randint(1, 6, (rows, 1, 1), generator=g)
-    p = (torch.randn(shape, generator=g) * sharp).softmax(-1)
-    q = (torch.randn(shape, generator=g) * sharp + p.log().clamp_min(-9)).softmax(-1)
-    parent = (torch.rand(rows, nodes, generator=g) * torch.arange(nodes)).long()
-    parent[:, 0] = -1
-    parent[torch.rand(rows, nodes, generator=g) < 0.05] = -1
-    if chain:
-        order = torch.arange(nodes)
-        parent = torch.where(order < torch.randint(1, nodes + 1, (rows, 1), generator=g), order - 1, -1)
-    likely = torch.multinomial(q.flatten(0, 1), 1, generator=g).view(rows, nodes)
-    tokens = torch.where(torch.rand(rows, nodes, generator=g) < 0.2, likely.roll(1, 1), likely)
-    case: dict[str, Tensor | float | None] = {
-        "tokens": tokens,
-        "parent": parent,
-        "p": p.to(dtype),
-        "q": q.to(dtype) if drawn else None,
-        "uniforms": torch.rand(rows, nodes, generator=g),
-        "draw": torch.rand(rows, generator=g),
-    }
-    if relaxed:
-        case["mass"] = torch.rand(rows, nodes, generator=g) * 0.3 - 0.05
-    if near:
-        table = torch.rand(vocabulary, vocabulary, generator=g).argsort(1)[:, : vocabulary // 2]
-        case.update({"neighbours": table, near: 0.15 if near == "delta" else 3.0})
-    return case
-
-
-CASES = [
-    {"nodes": 1, "vocabulary": 5},
-    {"nodes": 7, "vocabulary": 11},
-    {"nodes": 7, "vocabulary": 11, "relaxed": True},
-    {"nodes": 7, "vocabulary": 11, "drawn": True},
-    {"nodes": 6, "vocabulary": 9, "drawn": True, "relaxed": True},
-    {"nodes": 6, "drawn": True, "chain": True},
-    {"nodes": 6, "relaxed": True, "chain": True},
-    {"nodes": 6, "vocabulary": 9, "drawn": True, "relaxed": True, "chain": True},
-    {"nodes": 9, "vocabulary": 33, "drawn": True, "chain": True, "dtype": torch.bfloat16},
-    {"near": "delta"},
-    {"near": "lam", "drawn": True},
-    {"nodes": 6, "vocabulary": 200, "near": "lam"},
-    {"rows": 20, "nodes": 9, "vocabulary": 40, "near": "delta"},
-    {"nodes": 9, "vocabulary": 33, "near": "lam", "dtype": torch.bfloat16},
-    {"nodes": 9, "vocabulary": 33, "dtype": torch.bfloat16},
-    {"nodes": 9, "vocabulary": 33, "drawn": True, "dtype": torch.bfloat16},
-    {"nodes": 5, "vocabulary": 2100, "rows": 2},
-]
-
-
 def bench_case(device: str, levels: Sequence[int] = (10, 16, 14, 10, 8), vocabulary: int = 16384) -> BenchCase:
     """Time a tree of 59 likely tokens under flat laws, exact rule, against a walk over its children in torch."""
     g, parent, last = torch.Generator().manual_seed(0), [-1], [0]

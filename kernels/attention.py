@@ -247,33 +247,6 @@ def tree_attention(
     return _tree_attention_op(q, k, v, length, ancestors, start, scaling)
 
 
-def random_case(seed, rows=2, heads=4, groups=2, nodes=6, slots=40, features=16, padded=False, dtype=torch.float32):
-    """Return arguments of `tree_attention` for tests: random trees at random lengths in a longer cache."""
-    g = torch.Generator().manual_seed(seed)
-    parent = (torch.rand(rows, nodes, generator=g) * torch.arange(nodes)).long()
-    parent[:, 0] = -1
-    length = torch.randint(3, slots - nodes + 1, (rows,), generator=g)
-    case = {
-        "q": torch.randn(rows, heads, nodes, features, generator=g).to(dtype),
-        "k": torch.randn(rows, groups, slots, features, generator=g).to(dtype),
-        "v": torch.randn(rows, groups, slots, features, generator=g).to(dtype),
-        "length": length,
-        "parent": parent,
-    }
-    if padded:
-        case["start"] = torch.randint(0, 4, (rows,), generator=g)
-    return case
-
-
-CASES = [
-    {},
-    {"padded": True, "groups": 1},
-    {"heads": 6, "groups": 3, "features": 10, "nodes": 9},
-    {"nodes": 1, "heads": 2, "groups": 2},
-    {"dtype": torch.bfloat16},
-]
-
-
 def bench_case(device: str, prefix: int = 4096, nodes: int = 64, heads: int = 32, groups: int = 8) -> BenchCase:
     """Time a tree of draft nodes after a long prefix, against SDPA with a mask."""
     cuda = torch.device(device).type == "cuda"

@@ -113,24 +113,6 @@ def commit_kv(kv: Tensor | Sequence[Tensor], length: Tensor, path: Tensor, count
     _commit_kv_op(kv, length, path, count)
 
 
-def random_case(seed, rows=3, heads=2, slots=20, features=6, nodes=8, tensors=2, dtype=torch.float32):
-    """Return arguments of `commit_kv` for tests: random ascending paths, and one row that keeps nothing."""
-    g = torch.Generator().manual_seed(seed)
-    kv = [torch.randn(rows, heads, slots, features, generator=g).to(dtype) for _ in range(tensors)]
-    length = torch.randint(0, slots - nodes + 1, (rows,), generator=g)
-    count = torch.randint(1, nodes + 1, (rows,), generator=g)
-    count[0] = 0
-    path = torch.full((rows, nodes), -1)
-    for b, n in enumerate(count.tolist()):
-        path[b, :n] = torch.cat(
-            (torch.zeros(1, dtype=torch.long), torch.randperm(nodes - 1, generator=g)[: n - 1].sort().values + 1)
-        )[:n]
-    return {"kv": kv, "length": length, "path": path, "count": count}
-
-
-CASES = [{}, {"dtype": torch.bfloat16, "tensors": 4}, {"features": 1, "slots": 8}, {"rows": 1, "tensors": 1}]
-
-
 def bench_case(device: str, tensors: int = 16, rows: int = 4, heads: int = 8, slots: int = 1024) -> BenchCase:
     """Time moving an accepted path in place. Later calls do the same work on other values."""
     dtype = torch.bfloat16 if torch.device(device).type == "cuda" else torch.float32

@@ -138,21 +138,6 @@ def grouped_mass(p: Tensor, q: Tensor | None, token: Tensor, group: int) -> tupl
     return _grouped_mass_op(p, q, token, group)
 
 
-def random_case(seed, rows=4, vocabulary=29, group=4, drawn=True, ties=False):
-    """Return arguments of `grouped_mass` for tests; with ties, distributions with many equal entries."""
-    g = torch.Generator().manual_seed(seed)
-    p, q = torch.randn(2, rows, vocabulary, generator=g)
-    p, token = (p.round() if ties else p).softmax(-1), torch.randint(vocabulary, (rows,), generator=g)
-    return {"p": p, "q": q.softmax(-1) if drawn else None, "token": token, "group": group}
-
-
-CASES = [
-    {"group": 6},
-    {"group": 7, "ties": True, "drawn": False},
-    {"group": 60, "vocabulary": 17},
-]
-
-
 def bench_case(device: str, rows: int = 16, vocabulary: int = 65536, group: int = 14) -> BenchCase:
     """Time groups of neighboring ranks, against a sort."""
     g = torch.Generator().manual_seed(0)

@@ -215,27 +215,6 @@ def checked_bound(delta: float | None, lam: float | None) -> tuple[float | None,
     return None if delta is None else as_float32(delta), None if lam is None else as_float32(lam)
 
 
-def random_case(seed, rows=5, vocabulary=23, k=9, delta=None, lam=None, dtype=torch.float32, indirect=False):
-    """Return arguments of `neighbour_mass` for tests."""
-    g = torch.Generator().manual_seed(seed)
-    p = (torch.randn(rows, vocabulary, generator=g) * 1.5).softmax(-1)
-    neighbours = torch.rand(vocabulary, vocabulary, generator=g).argsort(1)[:, :k]
-    case = {"p": p.to(dtype), "token": torch.randint(vocabulary, (rows,), generator=g), "neighbours": neighbours}
-    if indirect:
-        case["row"] = torch.randint(rows, (rows,), generator=g)
-    return {**case, "delta": delta, "lam": lam}
-
-
-CASES = [
-    {"delta": 0.1},
-    {"lam": 3.0},
-    {"delta": 0.0},
-    {"delta": 2.0},
-    {"delta": 0.3, "k": 300, "vocabulary": 301},
-    {"lam": 5.0, "indirect": True, "dtype": torch.bfloat16},
-]
-
-
 def bench_case(device: str, rows: int = 59, vocabulary: int = 16384, k: int = 1000) -> BenchCase:
     """Time LANTERN's bound at every node of a draft."""
     g = torch.Generator().manual_seed(0)

@@ -265,7 +265,8 @@ def guided_warp_triton(logits, uncond, guidance, temperature, top_k, top_p, scor
     return out
 
 
-_guided_warp_op = operator(
+# `guided_warp` of arguments that were checked before, without `None`
+guided_warp_unchecked = operator(
     "guided_warp",
     guided_warp_torch,
     guided_warp_triton,
@@ -297,32 +298,7 @@ def guided_warp(
     require(top_k >= 0, "top_k", top_k, "a count of at least 0")
     check_number("top_p", top_p, 0, 1)
     guidance, temperature = as_float32(guidance), as_float32(temperature)
-    return _guided_warp_op(logits, uncond, guidance, temperature, top_k, top_p, scores)
-
-
-def random_case(seed, rows=3, vocabulary=37, guided=False, ties=False, uniform=False, dtype=torch.float32, **sampling):
-    """Return arguments of `guided_warp` for tests; with ties, logits on a coarse grid, some of them -inf."""
-    g = torch.Generator().manual_seed(seed)
-    c, u = torch.randn(2, rows, vocabulary, generator=g) * (0 if uniform else 2)
-    if ties:
-        c, u = c.round(), u.round()
-        c[:, ::7] = float("-inf")
-    return {"logits": c.to(dtype), "uncond": u.to(dtype) if guided else None, **sampling}
-
-
-CASES = [
-    {},
-    {"guided": True, "guidance": 7.5, "temperature": 0.7},
-    {"guided": True, "guidance": 3.0, "top_k": 5, "ties": True},
-    {"top_p": 0.8, "temperature": 1.3},
-    {"top_p": 0.6, "top_k": 9, "ties": True},
-    {"top_p": 0.0, "ties": True},
-    {"top_p": 0.6, "uniform": True, "vocabulary": 10},
-    {"top_p": 0.2, "uniform": True, "vocabulary": 10},
-    {"top_p": 0.9, "uniform": True, "vocabulary": 700, "top_k": 50},
-    {"temperature": 0.0, "guided": True, "guidance": 2.0},
-    {"vocabulary": 4100, "rows": 1, "top_k": 50, "top_p": 0.9, "dtype": torch.bfloat16},
-]
+    return guided_warp_unchecked(logits, uncond, guidance, temperature, top_k, top_p, scores)
 
 
 def bench_case(device: str, rows: int = 59, vocabulary: int = 16384) -> BenchCase:

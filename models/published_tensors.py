@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -34,6 +34,7 @@ from visspec.io.checkpoint import (
 Rules = Iterable[tuple[str, str | Callable[[re.Match], str]]]
 Named = dict[str, tuple[str, Tensor]]  # new name -> (published name, tensor)
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 GROUPS = 32  # groups of all group norms in these image codecs
 SHOWN = 4
 
@@ -177,7 +178,7 @@ def one_sentence(where: str | Path) -> Iterator[None]:
         raise ValueError(f"checkpoint: config.json of {where} has a wrong entry ({what}).") from None
 
 
-def stock(kind: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> Any:
+def stock(kind: type[ModelT], config: PreTrainedConfig, dtype: torch.dtype) -> ModelT:
     """Build a transformers model with uninitialized weights, in evaluation mode. Raises ValueError for a bad config."""
     try:
         with no_init_weights():

@@ -15,8 +15,8 @@ from visspec.api.images.pipeline import ImagePipeline
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.safe_drafter import SafeDrafter
-from visspec.models.image_codes.families import family_of
-from visspec.models.image_codes.target import EncodedPrompt, Family, ImageAR, ImageLayout
+from visspec.models.image_codes.family import EncodedPrompt, Family, ImageLayout, family_of
+from visspec.models.image_codes.target import ImageAR
 from visspec.models.llamagen.network import LlamaGen, LlamaGenConfig
 from visspec.types import FREE, Request, Sampling
 

@@ -22,7 +22,7 @@ from visspec.distributions import Categorical
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import build_setup
 from visspec.loop.visits import HaltonOrder, SpreadOrder, halton, spread
-from visspec.models.image_codes.families import family_of
+from visspec.models.image_codes.family import family_of
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.models.llamagen.network import LlamaGenConfig, RandAR
 from visspec.models.randar.ahead import Ahead

@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 import visspec
 from tests.doubles import NEW, Oracle, TreeOracle, fast, forced, new_tokens, one_sentence, stock
 from tests.tiny import PAD, VOCAB, llava, model_of, prompt, shapes
-from visspec.models.attention.slot_layers import CACHE, CACHE_NAMES
+from visspec.models.attention.pass_inputs import CACHE, CACHE_NAMES
 
 GREEDY = {"do_sample": False, "max_new_tokens": NEW}
 

@@ -8,8 +8,9 @@ import transformers as tf
 from transformers.modeling_layers import MtpModel
 
 import visspec
+from tests import tiny
 from tests.doubles import new_tokens, one_sentence
-from tests.tiny import PAD, TEXT, TEXT_IDS, built, enliven, llama
+from tests.tiny import PAD, TEXT, built, enliven, llama
 from visspec.models.block.drafter import BlockModel, bare
 from visspec.models.decoder.mtp import MultiToken
 from visspec.models.decoder.shared_cache import SharedCache, providers
@@ -107,13 +108,8 @@ def pair_of(name):
         return model, heads_of(model) if make is None else make()
 
 
-def prompt(lengths, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    longest = max(lengths)
-    ids = torch.full((len(lengths), longest), PAD)
-    for b, n in enumerate(lengths):
-        ids[b, longest - n :] = torch.randint(*TEXT_IDS, (n,), generator=generator)
-    return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
+def prompt(lengths):
+    return tiny.prompt("llama", [str(n - 1) for n in lengths])  # behind BOS
 
 
 def of_transformers(name, target, drafter, inputs):

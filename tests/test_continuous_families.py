@@ -170,8 +170,6 @@ def test_mar_refuses_what_it_can_not_draw(folder):
         ({"prompt": "a cat"}, "prompt: got 'a cat', expected a class number 0..4"),
         ({"negative_prompt": "2", "guidance_scale": 2.0}, "mar does not support it"),
         ({"height": 64}, "height, width: got 64 x"),
-        ({"temperature": 0.0}, "temperature: got 0, expected a positive number"),
-        ({"top_p": 0.5}, "top_p: got 0.5, expected 1"),
         ({"output_type": "np"}, "no autoencoder was given"),
     ):
         with one_sentence(words):

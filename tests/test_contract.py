@@ -151,7 +151,7 @@ class Intruder(Oracle):
         return super().propose(state, min(depth, 2))
 
 
-@pytest.mark.parametrize("name", VISUAL)
+@pytest.mark.parametrize("name", [name for name in VISUAL if name not in TWINS])
 def test_interleaved_requests(name):
     """M-RoPE families keep the newest request's delta on the module: ours must be the request's own."""
     inputs, other = prompt(name, shapes(name)["one"]), prompt(name, shapes(name)["several"], seed=5)
@@ -161,7 +161,7 @@ def test_interleaved_requests(name):
     assert intruder.visits >= 5 and model.last_stats.faults == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "llava", "qwen2_5_vl", "gemma3", "paligemma", "smolvlm"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2_5_vl", "gemma3", "paligemma"])
 def test_eager_attention(name):
     model = FAMILIES[name].make()
     model.set_attn_implementation("eager")

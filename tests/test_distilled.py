@@ -6,21 +6,19 @@ import pytest
 import torch
 
 from tests.distributions import total_variation
-from tests.image_cases import made
+from tests.image_cases import draw, made
 from tests.published import judged
 from tests.test_image_drafter import check_rejection, check_reported, family, proposed, request, run
 from tests.tiny_images import prompts
 from visspec import ImagePipeline, registry
 from visspec.accept.exact import Exact, follow
 from visspec.accept.rejection import Rejection
-from visspec.loop.decode import decode, open_request
-from visspec.loop.draft_length import FixedLength
-from visspec.loop.safe_drafter import SafeDrafter
+from visspec.loop.decode import open_request
 from visspec.models.distilled.drafter import DistilledDrafter, context_elements
 from visspec.models.distilled.head import GUESSED, KNOWN
 from visspec.models.image_codes.target import ImageAR
 from visspec.sampling import Gumbel, warp
-from visspec.types import FREE, Request, Sampling
+from visspec.types import FREE
 
 SMALL = {"layers": 2, "heads": 2, "intermediate": 32, "levels": 5}
 
@@ -145,11 +143,8 @@ def test_row_ends_are_entered_and_never_drafted(temperature):
     used = DistilledDrafter.for_model(case.family, **SMALL, **size)
     entered = []
     used.head.register_forward_pre_hook(lambda module, given: entered.append((given[0], given[2])))
-    target = ImageAR(case.family, features=True)
-    guarded = SafeDrafter(used, target.capabilities)
-    plain = case_drawn(case, ImageAR(case.family), None, temperature)
-    fast = case_drawn(case, target, guarded, temperature)
-    assert plain.tokens == fast.tokens and fast.trace.faults == 0
+    plain, _ = draw(case, [0, 1, 2], temperature=temperature)
+    assert draw(case, [0, 1, 2], used, temperature=temperature)[0] == plain
     fixed, seen = case.layout.fixed, 0
     for embeds, element in entered[1:]:
         for b, t in (element[:, 1:] < len(fixed)).nonzero().tolist():
@@ -158,16 +153,6 @@ def test_row_ends_are_entered_and_never_drafted(temperature):
                 seen += 1
                 assert torch.equal(embeds[b, t + 1], used.table[own])
     assert seen
-
-
-def case_drawn(case, target, used, temperature):
-    asked = case.prompt([0, 1, 2])
-    request = Request(
-        asked, asked.ids, case.layout.positions, Sampling(temperature, guidance=case.guidance), grid=case.layout.grid,
-        fixed=case.layout.fixed,
-    )  # fmt: skip
-    request.generators = [torch.Generator().manual_seed(b) for b in range(3)] if temperature else None
-    return decode(target, used, Exact(), request, FixedLength(5))
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from visspec.models.distilled.drafter import DistilledDrafter
 from visspec.models.drafting.checkpoint import write
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
-from visspec.models.image_codes.families import family_of
+from visspec.models.image_codes.family import family_of
 from visspec.models.lowres import drafter as lowres
 from visspec.models.lowres.upsampler import Upsampler, UpsamplerConfig
 

@@ -17,8 +17,9 @@ from tests.doubles import NEW, Grower, TreeOracle, fast, new_tokens, stock
 from tests.tiny import TEXT, built, llama, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.cache import SlotCache, visibility
-from visspec.models.attention import draft_attention
-from visspec.models.attention.draft_attention import NAME, switched
+from visspec.models.attention import draft_attention, pass_inputs
+from visspec.models.attention.draft_attention import switched
+from visspec.models.attention.pass_inputs import NAME
 from visspec.models.decoder.target import HFDecoder
 
 GREEDY = {"max_new_tokens": NEW, "do_sample": False}
@@ -209,7 +210,7 @@ def test_a_kept_mask_equals_a_new_one(data):
     """Random rounds of rows of different length, padding, trees of changing size and shape, rows that leave."""
     rows, padded = data.draw(st.integers(1, 3)), data.draw(st.booleans())
     groups = data.draw(st.integers(1, 3))
-    made, slots = draft_attention.Masks(torch.float32, groups=groups), SlotCache(rows)
+    made, slots = pass_inputs.Masks(torch.float32, groups=groups), SlotCache(rows)
     slots.lengths = [6] * rows
     if padded:
         slots.padding = torch.tensor([[s >= b for s in range(6)] for b in range(rows)])
@@ -235,8 +236,8 @@ def test_a_kept_mask_equals_a_new_one(data):
 
 
 def test_a_kept_mask_is_built_anew_where_rounds_outgrow_it(monkeypatch):
-    monkeypatch.setattr(draft_attention, "GROW", 0)
-    made, slots = draft_attention.Masks(torch.float32), SlotCache(2)
+    monkeypatch.setattr(pass_inputs, "GROW", 0)
+    made, slots = pass_inputs.Masks(torch.float32), SlotCache(2)
     slots.lengths = [6, 4]
     for _ in range(4):
         extent = slots.open(6, "cpu")
@@ -248,7 +249,7 @@ def test_a_kept_mask_is_built_anew_where_rounds_outgrow_it(monkeypatch):
 @pytest.mark.parametrize("wrong", [None, 0.3])
 def test_ragged_rows_build_no_mask_each_round(wrong, monkeypatch):
     built_masks, expected = [], stock("llama", "ragged")
-    monkeypatch.setattr(draft_attention, "visibility", lambda *args: built_masks.append(1) or visibility(*args))
+    monkeypatch.setattr(pass_inputs, "visibility", lambda *args: built_masks.append(1) or visibility(*args))
     accelerated = fast("llama", None if wrong is None else TreeOracle(expected, wrong))
     built_masks.clear()
     rounds = accelerated.run(**prompt("llama", shapes("llama")["ragged"]), **GREEDY).state.trace.rounds

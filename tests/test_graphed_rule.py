@@ -8,20 +8,14 @@ import pytest
 import torch
 
 from tests.doubles import drafted
-from tests.image_cases import made
-from tests.registry_cases import tiny_drafter
+from tests.registry_cases import ROWS, drawn, janus_pair, tiny_drafter
 from tests.replays import Standin
 from visspec import registry
 from visspec import tree as trees
 from visspec.accept.cool import Cool
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.distributions import Categorical
-from visspec.loop.decode import decode
-from visspec.loop.draft_length import FixedLength
-from visspec.loop.safe_drafter import SafeDrafter
-from visspec.loop.setup import check
-from visspec.models.image_codes.target import ImageAR
-from visspec.types import Request, Sampling, Scores, Verdict
+from visspec.types import Scores, Verdict
 
 TREE, CHAIN = "image-eagle:tree=static,shape=3-3-3", "jacobi:window=5"
 
@@ -39,18 +33,9 @@ def rerun(call):
     return verdict, lambda: written(verdict, call())
 
 
-def draw(rule, spec, temperature=1.0, rows=(0, 1, 2)):
-    case, rows = made("janus"), list(rows)
-    prompt, drafter = case.prompt(rows), tiny_drafter(spec)
-    target = ImageAR(case.family, features=bool(drafter.traits.feature_layers))
-    rule.bind(target.capabilities)
-    check(drafter, rule, target)
-    request = Request(prompt, prompt.ids, 16, Sampling(temperature=temperature, guidance=3.0), grid=(4, 4))
-    if temperature:
-        request.generators = [torch.Generator().manual_seed(7 + r) for r in rows]
-    guarded = SafeDrafter(drafter, target.capabilities)
-    state = decode(target, guarded, rule, request, FixedLength(drafter.traits.levels))
-    return state.tokens, None if state.drift is None else state.drift.tolist(), len(state.trace.rounds)
+def draw(rule, spec, temperature=1.0):
+    tokens, state = drawn(janus_pair(tiny_drafter(spec), rule), ROWS, 7, temperature)
+    return tokens, None if state.drift is None else state.drift.tolist(), len(state.trace.rounds)
 
 
 @pytest.mark.parametrize("rule, spec, temperature", [

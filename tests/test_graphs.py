@@ -23,9 +23,8 @@ from visspec import kernels
 from visspec.accept.exact import Exact
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.api.images.pipeline import ImagePipeline
-from visspec.models.attention import draft_attention
-from visspec.models.attention.draft_attention import Masks
-from visspec.models.attention.slot_layers import CACHE
+from visspec.models.attention import draft_attention, pass_inputs
+from visspec.models.attention.pass_inputs import CACHE, Masks
 from visspec.models.decoder import probe
 from visspec.models.eagle import layer
 from visspec.models.eagle.drafter import EagleDrafter
@@ -76,7 +75,7 @@ def test_greedy_tokens(kind, standin):
 def test_tree_attention_in_recordings(kind, shape, standin, monkeypatch):
     """On a GPU, in 16 bits: no mask over the slots of the stores. Padding before prompts is told by first slots."""
     told, plain, answers = [], kernels.tree_attention, stock("llama", shape)
-    monkeypatch.setattr(draft_attention, "of_device", lambda device, dtype: (draft_attention.TREE, ""))
+    monkeypatch.setattr(draft_attention, "of_device", lambda device, dtype: (pass_inputs.TREE, ""))
     monkeypatch.setattr(probe, "_answers", {})
     monkeypatch.setattr(Masks, "whole", lambda *args: pytest.fail("a mask was made"))
     monkeypatch.setattr(kernels, "tree_attention", lambda *args: told.append(args[1].shape[2]) or plain(*args))

@@ -24,7 +24,7 @@ from visspec.accept.rejection import Rejection
 from visspec.api import saving
 from visspec.api.images.pipeline import ImagePipeline
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
-from visspec.models.image_codes.families import family_of, prompt_of
+from visspec.models.image_codes.family import family_of, prompt_of
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.types import State
 

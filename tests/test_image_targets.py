@@ -18,8 +18,8 @@ from visspec import tree as trees
 from visspec.api.images.pipeline import ImagePipeline
 from visspec.cli import bench_image
 from visspec.models.codecs.vq_layout import ImageCodec, VQModel
-from visspec.models.image_codes.families import family_of
-from visspec.models.image_codes.target import ImageAR, ImageLayout
+from visspec.models.image_codes.family import ImageLayout, family_of
+from visspec.models.image_codes.target import ImageAR
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.types import FREE, Drafter, DrafterTraits, Request, Sampling
 

@@ -24,7 +24,7 @@ from visspec.loop.decode import open_request
 from visspec.models.chameleon.layout import load_lumina
 from visspec.models.chameleon.target import PromptStyle
 from visspec.models.eagle.lantern import LanternDrafter
-from visspec.models.image_codes.families import family_of
+from visspec.models.image_codes.family import family_of
 from visspec.models.image_codes.target import ImageAR
 from visspec.types import Request, Sampling
 

@@ -182,7 +182,6 @@ REFUSED = [
     (lambda: {"top_p": 0.5}, r"top_p: got 0\.5"), (lambda: {"height": 64}, "height, width: got 64"),
     (lambda: {"acceptance": "exact"}, "acceptance: Exact judges Categorical"),
     (lambda: {"drafter": "jacobi"}, "drafter: Jacobi drafts for Categorical"),
-    (lambda: {"drafter": "ngram"}, "drafter: ContextDrafter drafts for Categorical"),
     (lambda: {"order": "islands"}, "order: got RejectedRegions for Categorical"),
     (lambda: {"acceptance": "coupled:window=0"}, "window: got 0"),
     (lambda: {"acceptance": "surrogate:tries=0"}, "tries: got 0"),

@@ -18,7 +18,7 @@ from visspec.api.images.pipeline import ImagePipeline
 from visspec.api.text.accelerate import Speculative
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
-from visspec.models.image_codes.families import family_of
+from visspec.models.image_codes.family import family_of
 from visspec.models.lowres.drafter import LowRes
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}

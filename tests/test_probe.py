@@ -10,7 +10,7 @@ from tests.test_rotary import MAKE
 from tests.test_targets import SIZES, refused
 from tests.tiny import FAMILIES, TEXT, built, llama, mistral, prompt
 from tests.tiny_classes import tiny_model
-from visspec.models.attention import draft_attention
+from visspec.models.attention import pass_inputs
 from visspec.models.decoder import probe
 from visspec.models.decoder.target import HFDecoder
 
@@ -64,8 +64,8 @@ def test_it_sees_a_node_that_sees_its_sibling(monkeypatch):
     def careless(ancestor, *rest):
         return visibility(ancestor | ancestor.new_ones(ancestor.shape).tril(), *rest)
 
-    visibility = draft_attention.visibility
-    monkeypatch.setattr(draft_attention, "visibility", careless)
+    visibility = pass_inputs.visibility
+    monkeypatch.setattr(pass_inputs, "visibility", careless)
     with pytest.raises(ValueError, match="different logits"):
         HFDecoder(llama(rms_norm_eps=1.1e-6))
 

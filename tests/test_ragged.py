@@ -18,8 +18,8 @@ from tests.tiny import TEXT, built, llama, model_of, prompt, shapes
 from visspec import kernels
 from visspec import tree as trees
 from visspec.cache import SlotCache, visibility
-from visspec.models.attention import draft_attention
-from visspec.models.attention.draft_attention import MASK, TREE
+from visspec.models.attention import draft_attention, pass_inputs
+from visspec.models.attention.pass_inputs import MASK, TREE
 from visspec.models.decoder import probe
 from visspec.models.decoder.target import HFDecoder
 
@@ -47,7 +47,7 @@ def test_masks_stay_where_there_is_no_gpu():
 @pytest.mark.parametrize("name", ["llama", "llava", "qwen2_vl"])
 def test_greedy_output_equals_stock(name, shape, on, monkeypatch):
     built_masks, counts = [], set()
-    monkeypatch.setattr(draft_attention, "visibility", lambda *args: built_masks.append(1) or visibility(*args))
+    monkeypatch.setattr(pass_inputs, "visibility", lambda *args: built_masks.append(1) or visibility(*args))
     expected, inputs = stock(name, shape), prompt(name, shapes(name)[shape])
     for drafter in (
         None, Oracle(expected), TreeOracle(expected, 0.3), TreeOracle(expected, 0.3, per_row=True), Grower(expected),
@@ -87,7 +87,7 @@ def test_rounds_against_masks(data):
     rows, keys = data.draw(st.integers(1, 3)), data.draw(st.sampled_from([1, 2]))
     share = data.draw(st.sampled_from([1, 2, 4]))
     size, g = 8, torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    slots, told_by = SlotCache(rows, lean=data.draw(st.booleans())), draft_attention.Backend(TREE)
+    slots, told_by = SlotCache(rows, lean=data.draw(st.booleans())), pass_inputs.Backend(TREE)
     states = lambda heads, nodes: torch.randn(len(slots.lengths), nodes, heads, size, generator=g).transpose(1, 2)  # noqa: E731
     slots.open(6, "cpu")
     slots.write(0, states(keys, 6), states(keys, 6))
@@ -128,7 +128,7 @@ def test_what_a_gpu_runs_equals_the_mask(heads, keys, size, nodes):
     states = lambda heads, nodes: torch.randn(  # noqa: E731
         3, nodes, heads, size, generator=g, device=device, dtype=torch.bfloat16
     ).transpose(1, 2)
-    slots, told_by = SlotCache(3), draft_attention.Backend(TREE)
+    slots, told_by = SlotCache(3), pass_inputs.Backend(TREE)
     slots.open(700, device)
     slots.write(0, states(keys, 700), states(keys, 700))
     slots.commit([list(range(n)) for n in (700, 350, 41)])
@@ -251,7 +251,7 @@ def test_more_than_softmax():
     extent = slots.open(3, "cpu")
     given = torch.randn(2, 4, 3, 8), *slots.write(0, torch.randn(2, 2, 3, 8), torch.randn(2, 2, 3, 8))
     mask, bias = visibility(trees.chain(2).ancestor, slots.lengths, None, extent)[:, None], torch.randn(2, 4, 3, 8)
-    backend = draft_attention.Backend(TREE)
+    backend = pass_inputs.Backend(TREE)
     layout = backend(slots, trees.chain(2))
     with pytest.warns(RuntimeWarning, match=r"attention: .*more than a softmax over keys"):
         found, _ = draft_attention.draft_attention(module, *given, None, visspec=layout, position_bias=bias)
@@ -285,6 +285,6 @@ def test_first_slots_read_once(monkeypatch):
     slots.lengths, slots.padding = [4, 4], torch.tensor([[False, True, True, True], [True] * 4])
     plain = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: reads.append(1) or plain(self))
-    assert [draft_attention.starts(slots) for _ in range(3)] == [[1, 0]] * 3 and len(reads) == 1
+    assert [pass_inputs.starts(slots) for _ in range(3)] == [[1, 0]] * 3 and len(reads) == 1
     slots.select([0])
-    assert draft_attention.starts(slots) == [1] and len(reads) == 2
+    assert pass_inputs.starts(slots) == [1] and len(reads) == 2

@@ -14,7 +14,7 @@ from tests.tiny import IMAGE, MROPE, PAD, TEXT, VIDEO, VISION_IDS, built, packed
 from tests.tiny_classes import tiny_model
 from visspec import tree as trees
 from visspec.models.attention import recurrent
-from visspec.models.attention.slot_layers import CACHE
+from visspec.models.attention.pass_inputs import CACHE
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.decoder.target import HFDecoder
 from visspec.types import Draft

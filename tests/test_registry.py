@@ -24,7 +24,8 @@ from visspec.io import included
 from visspec.io.checkpoint import read_json
 from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.loop.setup import check
-from visspec.models.image_codes.target import Family, ImageAR
+from visspec.models.image_codes.family import Family
+from visspec.models.image_codes.target import ImageAR
 from visspec.types import Acceptance, Drafter, Order
 
 # --- tables -----------------------------------------------------------------------------------------------------------

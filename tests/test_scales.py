@@ -350,7 +350,6 @@ def test_var_refuses_what_it_can_not_draw(model):
         ({"acceptance": "exact"}, "Exact judges Categorical distributions, expected Maps"),
         ({"order": "islands"}, "order: got RejectedRegions for Categorical, expected raster or"),
         ({"drafter": "jacobi"}, "drafter: Jacobi drafts for Categorical distributions, expected Maps"),
-        ({"drafter": "ngram"}, "drafter: ContextDrafter drafts for Categorical distributions, expected Maps"),
     ):
         with one_sentence(words):
             pipe(**{"prompt": "1", "seed": 0, "output_type": "latent"} | change)

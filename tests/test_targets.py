@@ -24,8 +24,7 @@ from tests.tiny import (
     prompt,
     qwen2_5_vl,
 )
-from visspec.models.attention.draft_attention import align_mask, nearby
-from visspec.models.attention.slot_layers import CACHE
+from visspec.models.attention.pass_inputs import CACHE, align_mask, nearby
 from visspec.models.decoder.target import HFDecoder, describe
 from visspec.tree import static
 

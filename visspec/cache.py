@@ -72,7 +72,7 @@ class SlotCache:
         self.nodes = 0  # slots per row written by this pass
         self.answer, self.lean = answer, lean
         self.spare = 0  # allocated rows behind those in use, left by rows that have ended
-        self.mask: Any = None  # reused by `draft_attention.Masks` from pass to pass
+        self.mask: Any = None  # reused by `pass_inputs.Masks` from pass to pass
         self.steady = False
         # maps the slots that a pass needs to the slots it attends to; the mask hides the extra ones
         self.extents: Callable[[int], int] | None = None

@@ -281,14 +281,14 @@ def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Te
         logits = logits.float()  # nothing to fuse
         return logits if temperature in (0.0, 1.0) else logits / temperature
     width = logits.shape[-1]
-    z_RV = kernels.guided_warp(
+    z_RV = kernels.guided_warp_unchecked(  # `Sampling` has checked the numbers
         logits.reshape(-1, width),
         None if uncond is None else uncond.reshape(-1, width),
         sampling.guidance,
         sampling.temperature,
         sampling.top_k,
         sampling.top_p,
-        scores=True,
+        True,  # scores
     )
     return z_RV.view_as(logits)
 
@@ -304,8 +304,6 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
 
     Args:
         logits_BNV: The target's logits after every node.
-        draft: The draft.
-        state: The request.
         uncond_BNV: Logits without the prompt, for guidance.
     """
     sampling, rows = state.request.sampling, len(state.rows)
@@ -396,7 +394,6 @@ def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Catego
 
     Args:
         logits_BV: The drafter's logits.
-        state: The request.
         level: Levels between the pending token's successor and this token.
     """
     logits_BV = warp(logits_BV, state.request.sampling)

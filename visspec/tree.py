@@ -29,7 +29,6 @@ def static(parent: tuple[int, ...], device: str = "cpu") -> Tree:
 
     Args:
         parent: Index of each node's parent, -1 for the root, which comes first.
-        device: Where the tree's tensors are.
     """
     if not parent or parent[0] != -1:
         raise ValueError(f"parent: got {parent!r}, expected a tuple that starts with the root's -1.")
@@ -75,11 +74,7 @@ def tree_cache(tree: Tree, derive: Callable[[Tree], Any]) -> Any:
 
 
 def above(tree: Tree) -> Tensor:
-    """Return each node's parent (1|B, N); the root is its own parent.
-
-    Args:
-        tree: The tree.
-    """
+    """Return each node's parent (1|B, N); the root is its own parent."""
     return tree_cache(tree, _above)
 
 
@@ -101,7 +96,6 @@ def chain(levels: int, device: str = "cpu") -> Tree:
 
     Args:
         levels: Nodes below the root.
-        device: Where the tree's tensors are.
     """
     return static(tuple(range(-1, levels)), device)
 
@@ -156,11 +150,7 @@ def pad(draft: Draft, size: int, levels: int) -> Draft:
 
 
 def paths(tree: Tree) -> Tensor:
-    """Return the indices of each node's ancestors from the root to itself, (1|B, N, levels + 1), padded with -1.
-
-    Args:
-        tree: The tree.
-    """
+    """Return the indices of each node's ancestors from the root to itself, (1|B, N, levels + 1), padded with -1."""
     return tree_cache(tree, _paths)
 
 
@@ -241,11 +231,7 @@ def from_parents(parent_BN: Tensor, levels: int) -> Tree:
 
 
 def check(tree: Tree) -> None:
-    """Raise ValueError unless depths, ancestors, `levels` and `chain` agree with the parents. Synchronises.
-
-    Args:
-        tree: The tree.
-    """
+    """Raise ValueError unless depths, ancestors, `levels` and `chain` agree with the parents. Synchronises."""
     index = torch.arange(tree.size, device=tree.parent.device)
     if not bool(((tree.parent < index) & ((tree.parent >= 0) == (index > 0))).all()):
         raise ValueError("tree.parent: The root needs the parent -1, and every other node an earlier node.")

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from visspec.distributions import Categorical, DenoisingSteps, Distribution
 
-TINY = torch.finfo(torch.float32).tiny
+TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 GUARANTEES = ("approximate", "exact for the declared target", "exact")  # weakest first
 FREE = -1  # in `Request.fixed`: a position without a fixed token
 MAX_NODES = 1024  # maximum number of nodes of a draft, root included
@@ -48,10 +47,10 @@ class Sampling:
 
     def __post_init__(self):
         for name, fits, expected in (
-            ("temperature", self.temperature == 0 or TINY <= self.temperature < inf, "0 or a positive float32 number"),
+            ("temperature", self.temperature == 0 or TINY <= self.temperature <= HUGE, "0 or a positive float32"),
             ("top_k", self.top_k >= 0, "a count of at least 0"),
             ("top_p", 0 <= self.top_p <= 1, "a probability"),
-            ("guidance", 0 <= self.guidance < inf, "a number of at least 0"),
+            ("guidance", 0 <= self.guidance <= HUGE, "a number of at least 0"),
         ):
             if not fits:
                 raise ValueError(f"{name}: got {getattr(self, name)}, expected {expected}")
@@ -329,20 +328,12 @@ class State:
         return max(map(self.room, self.rows))
 
     def room(self, row: int) -> int:
-        """Return the number of tokens that an original row may still emit.
-
-        Args:
-            row: Original number of the row.
-        """
+        """Return the number of tokens that an original row may still emit."""
         own = self.request.each[row] if self.request.each else self.request
         return own.max_new_tokens - len(self.output.tokens[row])
 
     def ids(self, row: int) -> Tensor:
-        """Return prompt and emitted tokens of an original row, (1, length).
-
-        Args:
-            row: Original number of the row.
-        """
+        """Return prompt and emitted tokens of an original row, (1, length)."""
         return self.output.ids(row)
 
 
@@ -410,9 +401,6 @@ class Target:
     def prefill(self, request: Request) -> tuple[State, Scores]:
         """Run the prompt.
 
-        Args:
-            request: The request.
-
         Returns:
             The new state, and scores with distributions (B, 1) after the prompt and features (B, L, F).
         """
@@ -422,7 +410,6 @@ class Target:
         """Run one pass over all nodes of all live rows.
 
         Args:
-            state: The state of the request.
             draft: Nodes to score; node 0 is the pending token.
 
         Returns:
@@ -436,7 +423,6 @@ class Target:
         Call it for the nodes in order of their levels, the pending node first. `verify` overwrites what it caches.
 
         Args:
-            state: The state of the request.
             value: The node (B,).
             level: The level of the node below the pending one.
             skip: Indices of the layers to leave out.
@@ -444,40 +430,21 @@ class Target:
         raise ValueError(f"drafter: {type(self).__name__} can't run single layers. Choose another drafter.")
 
     def stored(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-        """Return read-only keys and values (B, H, S, E) of layers, and a mask (B, S) of committed slots (None: all).
-
-        Args:
-            state: The request.
-            layers: Indices of layers.
-        """
+        """Return read-only keys and values (B, H, S, E) of layers, and a mask (B, S) of committed slots (None: all)."""
         raise ValueError(f"drafter: {type(self).__name__} does not expose keys and values. Choose another drafter.")
 
     def law(self, request: Request) -> Callable[[Tensor], Tensor] | None:
         """Return a function from hidden states (..., X), the "states" in `Scores.aux`, to log-distributions (..., V).
         They are correct up to a constant and ignore the grammar. The function may be wrong, so compare its results with
         those of a pass. None if the head can't be run alone.
-
-        Args:
-            request: The request.
         """
         return None
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
-        """Keep the accepted nodes in the cache.
-
-        Args:
-            state: The request.
-            draft: The round's draft.
-            outcome: What the host knows of the round: lengths and paths.
-        """
+        """Keep the accepted nodes of a round in the cache."""
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Keep only these live rows, given by index.
-
-        Args:
-            state: The request.
-            keep: Indices of the live rows to keep.
-        """
+        """Keep only these live rows, given by index."""
 
     @property
     def pads(self) -> bool:
@@ -485,11 +452,7 @@ class Target:
         return False
 
     def finish(self, state: State) -> None:
-        """Release what the request borrowed. Called when a request has ended, unless an exception ended it.
-
-        Args:
-            state: The request.
-        """
+        """Release what the request borrowed. Called when a request has ended, unless an exception ended it."""
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         """Append live rows of another request to the live rows.
@@ -497,7 +460,6 @@ class Target:
         Args:
             state: The state to extend.
             other: The other request's state, which is not changed.
-            take: Indices of the rows to add.
 
         Raises:
             ValueError: If the target does not support it.
@@ -508,7 +470,6 @@ class Target:
         """Run one pass over positions of an image in any order.
 
         Args:
-            state: The state of the request.
             value: Tokens (B, N) to run.
             where: Positions (B, N) of the tokens.
             seen: Attention mask of the tokens, True where one attends to a slot.
@@ -568,7 +529,6 @@ class Drafter:
         """Write configuration and weights. Only for drafters whose `saved_as` is "network".
 
         Args:
-            folder: The folder to write to.
             record: Provenance to store with the weights.
         """
         raise NotImplementedError
@@ -577,7 +537,6 @@ class Drafter:
         """Write the drafter for other engines.
 
         Args:
-            folder: The folder to write to.
             form: The name of a form that other engines read.
             verifier: Name of the target, for forms that contain it.
 
@@ -588,54 +547,27 @@ class Drafter:
         raise ValueError(f"form: {kind} has no form {form!r}. Other engines can't read this drafter.")
 
     def attach(self, target: Any) -> None:
-        """Connect to the model or image family. Called when a setup is built, and after device or dtype changed.
-
-        Args:
-            target: The transformers model, or the image family.
-        """
+        """Connect to the model or image family. Called when a setup is built, and after device or dtype changed."""
 
     def start(self, state: State, scores: Scores) -> None:
-        """Process the scores of the prefill. Called once per request.
-
-        Args:
-            state: The request.
-            scores: The target's distribution and features after the prompt.
-        """
+        """Process the target's distribution and features after the prompt. Called once per request."""
 
     def propose(self, state: State, depth: int) -> Draft:
         """Propose a draft.
 
         Args:
-            state: The state of the request.
             depth: Maximum number of levels. A draft may have fewer, never more.
         """
         raise NotImplementedError
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        """Process the result of a round.
-
-        Args:
-            state: The state after the round.
-            draft: The draft that was verified.
-            scores: The target's scores of its nodes.
-            verdict: The result of the acceptance rule, on the device.
-            outcome: The verdict as Python lists.
-        """
+        """Process the result of a round: `verdict` is on the device, `outcome` holds the same as Python lists."""
 
     def finish(self, state: State) -> None:
-        """Release what the request used. Called when a request has ended, unless an exception ended it.
-
-        Args:
-            state: The request.
-        """
+        """Release what the request used. Called when a request has ended, unless an exception ended it."""
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Keep only these live rows, given by index.
-
-        Args:
-            state: The request.
-            keep: Indices of the live rows to keep.
-        """
+        """Keep only these live rows, given by index."""
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         """Add live rows of another request after its `start`. Only called with `traits.joins`.
@@ -647,11 +579,7 @@ class Drafter:
         """
 
     def sketch(self, state: State) -> Tensor:
-        """Draft whole images after the prefill. Returns codes (B, rows * columns) of the live rows, in raster order.
-
-        Args:
-            state: The request.
-        """
+        """Draft whole images after the prefill. Returns codes (B, rows * columns) of the live rows, in raster order."""
         raise NotImplementedError
 
 
@@ -678,29 +606,18 @@ class Acceptance:
     traits = RuleTraits()
 
     def bind(self, capabilities: Capabilities) -> None:
-        """Adapt the rule to a target. Called on a copy of the user's rule when a setup is built.
-
-        Args:
-            capabilities: Those of the target.
-        """
+        """Adapt the rule to a target. Called on a copy of the user's rule when a setup is built."""
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Any:
         """Create the random numbers of a request, a `sampling.BufferedNoise`.
 
         Args:
-            generators: One generator per row.
             width: Width of the target's distributions.
         """
         raise NotImplementedError
 
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
-        """Select the accepted nodes.
-
-        Args:
-            draft: The nodes.
-            scores: The target's distributions after each node.
-            noise: Random numbers; None for greedy decoding.
-        """
+        """Select the accepted nodes. `noise` is None for greedy decoding."""
         raise NotImplementedError
 
     @property
@@ -719,12 +636,7 @@ class Order:
     distribution: type[Distribution] = Categorical
 
     def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
-        """Return this order for the rule and drafter of a setup. Raises ValueError if they are incompatible.
-
-        Args:
-            rule: The acceptance rule.
-            drafter: The drafter; None for plain decoding.
-        """
+        """Return this order for the rule and drafter of a setup. Raises ValueError if they are incompatible."""
         return self
 
     def decode(
@@ -735,16 +647,5 @@ class Order:
         request: Request,
         length_policy: Any,
     ) -> State:
-        """Decode a batch.
-
-        Args:
-            target: The model.
-            drafter: The drafter, or None.
-            rule: The acceptance rule.
-            request: The batch.
-            length_policy: Chooses the draft length of each round (`loop.draft_length.DraftLengthPolicy`).
-
-        Returns:
-            The finished state.
-        """
+        """Decode a batch and return the finished state."""
         raise NotImplementedError

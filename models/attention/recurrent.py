@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixi
 
 from visspec import tree as trees
 from visspec.cache import SlotCache, gather_rows, to_device
-from visspec.models.attention.hooks import ModuleHooks
+from visspec.models.attention.pass_inputs import ModuleHooks
 from visspec.types import Draft, Outcome, State, Tree
 
 MOST = 32  # maximum replayed tokens per row
@@ -44,6 +44,18 @@ def state_layers(config: PretrainedConfig) -> dict[int, Any]:
     """Create the layers of transformers' own cache that hold a state (some also keys and values), by number."""
     layers = enumerate(DynamicCache(config=config).layers)
     return {i: layer for i, layer in layers if isinstance(layer, LinearAttentionCacheLayerMixin)}
+
+
+def state_modules(decoder: nn.Module, layers: Collection[int]) -> dict[int, nn.Module]:
+    """Return the modules of a decoder that read and write the states of these layers, judged by what they call."""
+    candidates: Iterator[tuple[Any, nn.Module]] = ((getattr(m, "layer_idx", None), m) for m in decoder.modules())
+    return {index: module for index, module in candidates if index in layers and _writes_states(type(module))}
+
+
+def _writes_states(kind: type[nn.Module]) -> bool:
+    functions = (inspect.unwrap(value) for base in kind.__mro__ for value in vars(base).values() if callable(value))
+    codes = (getattr(function, "__code__", None) for function in functions)
+    return any(code is not None and "update_conv_state" in code.co_names for code in codes)
 
 
 def states_of(layer: Any) -> list[tuple[dict, int, Tensor | None]]:

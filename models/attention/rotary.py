@@ -14,7 +14,7 @@ import inspect
 import torch
 from torch import Tensor, nn
 
-from visspec.models.attention.hooks import ModuleHooks
+from visspec.models.attention.pass_inputs import ModuleHooks
 
 
 def modules(model: nn.Module) -> list[nn.Module]:

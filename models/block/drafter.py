@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from visspec.cache import additive, to_device
 from visspec.io import hub
-from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
+from visspec.models.attention.pass_inputs import CACHE, SlotLayers, cache_argument
 from visspec.models.block import export
 from visspec.models.block.sequential import Sequential
 from visspec.models.decoder.target import describe

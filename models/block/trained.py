@@ -154,7 +154,7 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
             "rope_theta": float(rope.get("rope_theta", 10000.0)),
         }
 
-    def _running(self, dtype: torch.dtype) -> Any:
+    def _running(self, dtype: torch.dtype) -> PreTrainedModel:
         """Return the network that drafts, in the target's dtype."""
         self.head.eval()
         self.run = self.head_in(dtype)

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from visspec.io.checkpoint import check_choice
 from visspec.models.codecs.vq_layout import ImageCodec
-from visspec.models.image_codes.target import (
+from visspec.models.image_codes.family import (
     EncodedPrompt,
     Family,
     ImageLayout,
@@ -27,6 +27,7 @@ from visspec.models.image_codes.target import (
     left_padded,
     positions_from_mask,
 )
+from visspec.models.image_codes.target import ImageAR
 from visspec.registry import CODEC
 from visspec.types import Processor
 
@@ -69,6 +70,8 @@ class Chameleon(Family):
 
     A negative prompt is formatted like a prompt; an empty one is the style's unconditional prompt.
     """
+
+    target = ImageAR
 
     def __init__(
         self, model: PreTrainedModel, processor: Processor, codec: Any = None, style: str | PromptStyle = "anole"

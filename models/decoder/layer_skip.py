@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from visspec.models.attention.hooks import HOOKING
+from visspec.models.attention.pass_inputs import HOOKING
 from visspec.models.decoder.probe import restore_after
 from visspec.models.drafting.base import Chain
 from visspec.models.runner.compiled import replace_decoder

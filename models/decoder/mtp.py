@@ -24,7 +24,7 @@ from transformers.modeling_layers import MtpModel
 
 from visspec.cache import additive, gather_rows, to_device, visibility
 from visspec.io.checkpoint import check_whole
-from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.attention.pass_inputs import SlotLayers
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.target import LAST
 from visspec.models.drafting.base import (

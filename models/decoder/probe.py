@@ -29,10 +29,8 @@ from visspec.cache import SlotCache
 from visspec.distributions import categorical
 from visspec.loop.decode import TokenBuffer
 from visspec.models.attention import rotary
-from visspec.models.attention.draft_attention import MASK
-from visspec.models.attention.hooks import HOOKING
+from visspec.models.attention.pass_inputs import HOOKING, MASK, SlotLayer, SlotLayers, StateSlotLayer
 from visspec.models.attention.recurrent import state_layers
-from visspec.models.attention.slot_layers import SlotLayer, SlotLayers, StateSlotLayer
 from visspec.types import Draft, Request, State
 
 if TYPE_CHECKING:

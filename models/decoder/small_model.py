@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from visspec import tree as trees
 from visspec.cache import to_device
 from visspec.distributions import Categorical, categorical
-from visspec.models.attention.slot_layers import CACHE
+from visspec.models.attention.pass_inputs import CACHE
 from visspec.models.decoder.target import HFDecoder, describe
 from visspec.models.drafting.base import Chain, StructuredDrafter
 from visspec.models.runner.compiled import compiled_passes

@@ -24,17 +24,22 @@ from visspec.cache import SlotCache, contiguous_copy, gather_rows
 from visspec.distributions import Categorical
 from visspec.loop.decode import TokenBuffer
 from visspec.models.attention import draft_attention, rotary
-from visspec.models.attention.draft_attention import HYBRID, MASK, STATEFUL, AttentionInputs, Backend, Masks
-from visspec.models.attention.hooks import DecoderRecorder
-from visspec.models.attention.recurrent import state_layers
-from visspec.models.attention.slot_layers import (
+from visspec.models.attention.pass_inputs import (
     CACHE,
+    HYBRID,
+    MASK,
+    NAME,
+    STATEFUL,
+    AttentionInputs,
+    Backend,
+    DecoderRecorder,
+    Masks,
     SlotLayers,
     cache_argument,
     cached_layers,
     restarts,
-    state_modules,
 )
+from visspec.models.attention.recurrent import RecurrentStateCheckpoints, state_layers, state_modules
 from visspec.models.decoder import invariant, probe
 from visspec.models.decoder.layer_skip import LayerSubset
 from visspec.models.layers import depth
@@ -201,7 +206,8 @@ class HFDecoder(Target):
         return state, scores
 
     def cache(self, rows: int, answer: int = 0, lean: bool = False) -> SlotLayers:
-        return SlotLayers(rows, answer, lean, state_layers(self.model.config) if self.states else None)
+        past = RecurrentStateCheckpoints(state_layers(self.model.config), rows) if self.states else None
+        return SlotLayers(rows, answer, lean, past)
 
     def open(self, slots: SlotCache) -> None:
         """Prepare compiled or recorded passes for a request, before its prefill."""
@@ -325,7 +331,7 @@ class HFDecoder(Target):
     ) -> tuple[Any, dict[str, Any]]:
         """Run `model`. Returns its output, and the decoder's recorded inputs and outputs."""
         recorded = recorded or self.watched or self.head_states or self.last_layer is not None
-        switched = draft_attention.switched(self.configs if draft_attention.NAME in attention else ())
+        switched = draft_attention.switched(self.configs) if NAME in attention else nullcontext()
         with DecoderRecorder(self.decoder, self.last_layer) if recorded else nullcontext({}) as seen, switched:
             output = model(
                 input_ids=ids,

@@ -37,7 +37,7 @@ from visspec.models.image_codes.drafting import (
     embedding,
     warn_of_guidance,
 )
-from visspec.models.image_codes.target import Family
+from visspec.models.image_codes.family import Family
 from visspec.sampling import Gumbel, gumbel_given, warp
 from visspec.train.batches import Prediction, TrainingBatch
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict

@@ -94,20 +94,12 @@ class NetworkDrafter(Generic[TargetT]):
 
     @classmethod
     def subject(cls, target: TargetT) -> TargetT:
-        """Convert the target to the object that the drafter works with.
-
-        Args:
-            target: A transformers model or an image family.
-        """
+        """Convert the target, a model or an image family, to the object that the drafter works with."""
         return target
 
     @classmethod
     def sizes(cls, target: TargetT) -> dict[str, Any]:
-        """Return the configuration fields that must match the target's.
-
-        Args:
-            target: The target.
-        """
+        """Return the configuration fields that must match the target's."""
         raise NotImplementedError
 
     @classmethod
@@ -125,7 +117,6 @@ class NetworkDrafter(Generic[TargetT]):
         """Build the configuration of a new network for a target.
 
         Args:
-            target: The target.
             options: Fields of the configuration.
         """
         known = {**cls.sizes(target), **cls.defaults(target, options)}
@@ -133,12 +124,7 @@ class NetworkDrafter(Generic[TargetT]):
 
     @classmethod
     def check_target(cls, config: object, target: TargetT) -> None:
-        """Raise ValueError if the network was made for another target.
-
-        Args:
-            config: The network's configuration.
-            target: The target.
-        """
+        """Raise ValueError if the network was made for another target."""
         check_target(config, **cls.sizes(target))
 
     @classmethod
@@ -146,7 +132,6 @@ class NetworkDrafter(Generic[TargetT]):
         """Create an untrained drafter for a target.
 
         Args:
-            target: The target.
             seed: Seed of the initial weights.
             options: Fields of the configuration.
         """
@@ -159,8 +144,6 @@ class NetworkDrafter(Generic[TargetT]):
         """Load one of our checkpoint folders for its target, strictly.
 
         Args:
-            folder: A folder or hub id.
-            target: The target.
             options: Arguments of the constructor.
         """
         target = cls.subject(target)
@@ -173,7 +156,6 @@ class NetworkDrafter(Generic[TargetT]):
 
         Args:
             head: The network.
-            target: The target.
             options: Options that override the structure in its configuration.
         """
         structure = {} if {"width", "nodes"} & options.keys() else dict(head.config.structure)
@@ -199,7 +181,6 @@ class NetworkDrafter(Generic[TargetT]):
         """Write model.safetensors (stored as `dtype`), config.json and provenance.json.
 
         Args:
-            folder: Where to write.
             provenance: What provenance.json holds.
             dtype: The dtype of the stored weights; None to keep it.
         """

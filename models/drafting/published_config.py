@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from visspec.io.checkpoint import Value, read_tensors, shorten, unwrap_names
 from visspec.models.layers import OPTIONAL_FACTORS, ROPE_SCALINGS, depth
 
+EntryT = TypeVar("EntryT", int, dict, list)
 VERSION = "0.9.0"  # version of speculators whose layout is written
 
 
@@ -34,7 +35,7 @@ def read_stripped(folder: Path) -> dict[str, Tensor]:
     return strip_prefix(read_tensors(folder), folder)
 
 
-def entry(folder: Path, data: dict, name: str, kind: type) -> Any:
+def entry(folder: Path, data: dict, name: str, kind: type[EntryT]) -> EntryT:
     if type(data.get(name)) is not kind:
         words = {int: "a whole number", dict: "an object", list: "a list"}[kind]
         raise ValueError(f"drafter: {name} of {folder} is {shorten(data.get(name))}, expected {words}")

@@ -108,11 +108,6 @@ class EagleConfig(DrafterConfig):
         return normed and plain and self.heads == self.kv_heads
 
     @property
-    def reduced(self) -> bool:
-        """Return whether target features pass through `EagleHead.reduced` before the layer reads them."""
-        return self.fusion != "sum" or self.images == "blind"
-
-    @property
     def key_heads(self) -> int:
         """Number of key heads (and of value heads) stored per element."""
         return 2 * self.kv_heads if self.fusion == "cross" else self.kv_heads

@@ -10,7 +10,6 @@ Shapes: B rows, L prompt, T elements, d hidden size, F features, K tokens of a p
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,9 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from visspec import tree as trees
 from visspec.models.decoder.target import content_ids, text_sizes
-from visspec.models.drafting.base import Chain
 from visspec.models.drafting.published_config import check_verifier_named
 from visspec.models.eagle import export
 from visspec.models.eagle import sequence as layouts
@@ -28,9 +25,9 @@ from visspec.models.eagle.config import COMPRESSED, EagleConfig
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.layer import FeatureMemory, head_logits, stored_rows
-from visspec.models.eagle.levels import CompiledDrafter, GraphedDrafter, ahead
+from visspec.models.eagle.levels import CompiledDrafter, GraphedDrafter
 from visspec.train.batches import TrainingBatch
-from visspec.types import Draft, Scores, State
+from visspec.types import Scores, State
 
 SEEN = ("slots", "embeddings", *COMPRESSED)  # values of `images` that take the target's input embeddings
 OWN = {  # defaults when no `fusion` is requested: ViSpec's form with norms
@@ -190,20 +187,6 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         if self.recorder is not None and state.memory is not None:
             self.recorder.finish(state.memory)
 
-    def propose(self, state: State, depth: int) -> Draft:
-        if self.config.block > 1:
-            return self._propose_blocks(state, depth)
-        calls = self.passes or self.recorder
-        if calls is None:
-            return super().propose(state, depth)
-        memory: FeatureMemory = state.memory
-        more = ahead(memory, depth)
-        memory.reserve(memory.end + more)
-        memory.table = self._turns_to(max(memory.positions) + more)
-        if not calls.fits(state, more):
-            return super().propose(state, depth)
-        return trees.chain_draft(state.pending, calls.draft(state, depth))
-
     def join(self, state: State, other: State, take: list[int]) -> None:
         state.memory.join(other.memory, take)
 
@@ -265,31 +248,6 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
 
     def _following(self, batch: TrainingBatch) -> Tensor:
         return self._shifted_embeddings(batch.ids[:, 1:], batch.embeddings)
-
-    # --- several tokens per pass ----------------------------------------------------------------------------------
-
-    def _propose_blocks(self, state: State, depth: int) -> Draft:
-        memory: FeatureMemory = state.memory
-        depth = self.levels(state, depth)
-        spread = self.layer.head.spread
-        ahead_BKd = spread(self._catch_up(memory, depth))
-        if self.structure(state).width > 1:
-            return self.block_tree(state, self._logits(ahead_BKd[:, :depth]))
-        chain = Chain(state)
-        while True:
-            chain.extend(self._logits(ahead_BKd[:, : depth - len(chain.tokens)]))
-            if len(chain.tokens) == depth:
-                return chain.finish()
-            ahead_BKd = spread(self._again(memory, torch.stack(chain.tokens, dim=1), ahead_BKd))
-
-    def _again(self, memory: FeatureMemory, token_BT: Tensor, feature_BKd: Tensor) -> Tensor:
-        """Read the last K drafted ids, stored after the earlier ones, and predict the next feature (B, d)."""
-        rows, width = feature_BKd.shape[:2]
-        done = token_BT.shape[1] - width
-        bias, rope = memory.context_bias(width), memory.rope(memory.table, width, done)
-        x_Nd, query_BKHE = self.layer.read(memory, token_BT[:, done:], feature_BKd, bias, rope, done)
-        attend = partial(memory.attend, drafted=done + width)
-        return self.layer.after_attention(x_Nd.view(rows, width, -1)[:, -1], query_BKHE[:, -1], attend)
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Return logits (..., V) over `ids` of predicted features (..., d), with the weights being trained."""

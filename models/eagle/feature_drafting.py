@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from visspec import tree as trees
 from visspec.cache import gather_rows, to_device
 from visspec.io.checkpoint import check_whole
 from visspec.models.drafting import checkpoint
@@ -143,7 +144,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         """
         head, dtype = self.head, self.trained.dtype
         embed = self._next_embeddings(layout, following_BLd)
-        feature = head.reduced(gather_rows(features_BLF, layout.token.to(features_BLF.device)).to(dtype))
+        feature = head.reduced(gather_rows(features_BLF, layout.token.to(features_BLF.device))).to(dtype)
         latents, context = known or self._context(layout, embeddings.to(dtype), features_BLF.to(dtype))
         x_BTd = layouts.layer_inputs(head, layout, embed, feature, latents, context)
         section = self.config.mrope_section
@@ -182,6 +183,11 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     def propose(self, state: State, depth: int) -> Draft:
         """Draft a chain of `depth` levels, or a tree: coupled to the positions' noise, or sampled with its laws."""
         memory: FeatureMemory = state.memory
+        if self.config.block > 1:
+            return self._propose_blocks(state, depth)
+        calls = self.passes or self.recorder
+        if calls is not None and calls.prepare(state, depth, self._turns_to):
+            return trees.chain_draft(state.pending, calls.draft(state, depth))
         whole, depth = depth, self.levels(state, depth)
         feature_Bd = self._catch_up(memory, depth)
         if self.structure(state).width > 1:
@@ -237,10 +243,9 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         rows, width = token_BT.shape
         memory.reserve(memory.end + width + depth * self.width)
         memory.table = self._turns_to(max(memory.positions) + width + depth)
-        if self.config.reduced:
-            feature_BTF = self.head.reduced(feature_BTF.to(self.trained.dtype))
+        feature_BTd = self.head.reduced(feature_BTF).to(self.dtype)
         bias, rope = memory.context_bias(width), memory.rope(memory.table, width)
-        x_Nd, query_BTHE = self.layer.read(memory, token_BT, feature_BTF.to(self.dtype), bias, rope)
+        x_Nd, query_BTHE = self.layer.read(memory, token_BT, feature_BTd, bias, rope)
         memory.advance(counts)
         if min(counts) == width:
             x_Bd, query = x_Nd.view(rows, width, -1)[:, -1], query_BTHE[:, -1]
@@ -266,6 +271,29 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             attend = partial(memory.attend_tree, seen_BWM=seen)
             feature_BWd = self.layer.after_attention(x_Nd, query_BWHE.flatten(0, 1), attend).view(rows, width, -1)
         return tree_builder.finish(self.structure(state).nodes)
+
+    def _propose_blocks(self, state: State, depth: int) -> Draft:
+        memory: FeatureMemory = state.memory
+        depth = self.levels(state, depth)
+        spread = self.layer.head.spread
+        ahead_BKd = spread(self._catch_up(memory, depth))
+        if self.structure(state).width > 1:
+            return self.block_tree(state, self._logits(ahead_BKd[:, :depth]))
+        chain = Chain(state)
+        while True:
+            chain.extend(self._logits(ahead_BKd[:, : depth - len(chain.tokens)]))
+            if len(chain.tokens) == depth:
+                return chain.finish()
+            ahead_BKd = spread(self._again(memory, torch.stack(chain.tokens, dim=1), ahead_BKd))
+
+    def _again(self, memory: FeatureMemory, token_BT: Tensor, feature_BKd: Tensor) -> Tensor:
+        """Read the last K drafted ids, stored after the earlier ones, and predict the next feature (B, d)."""
+        rows, width = feature_BKd.shape[:2]
+        done = token_BT.shape[1] - width
+        bias, rope = memory.context_bias(width), memory.rope(memory.table, width, done)
+        x_Nd, query_BKHE = self.layer.read(memory, token_BT[:, done:], feature_BKd, bias, rope, done)
+        attend = partial(memory.attend, drafted=done + width)
+        return self.layer.after_attention(x_Nd.view(rows, width, -1)[:, -1], query_BKHE[:, -1], attend)
 
     def _training_layout(self, batch: TrainingBatch) -> layouts.PromptLayout:
         """Return the elements of a training batch: prompts and answers."""

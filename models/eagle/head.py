@@ -245,6 +245,7 @@ class EagleHead(nn.Module):
             return feature.new_zeros(*feature.shape[:-1], self.config.hidden)
         if self.config.fusion != "split":
             return feature[..., -self.config.hidden :]
+        feature = feature.to(self.fc.weight.dtype)
         if self.config.norm_before_fc:
             feature = self.input_norm(feature)
         if self.config.fc_norm:

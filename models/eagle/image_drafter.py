@@ -27,7 +27,8 @@ from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.image_head import ImageHead, ImageHeadConfig
 from visspec.models.eagle.layer import FeatureMemory, head_logits
 from visspec.models.image_codes.drafting import IMPOSSIBLE, ImageNetworkDrafter, check_grid, embedding, warn_of_guidance
-from visspec.models.image_codes.target import Family, ImageAR
+from visspec.models.image_codes.family import Family
+from visspec.models.image_codes.target import ImageAR
 from visspec.models.jacobi.drafter import Front, Jacobi, Window
 from visspec.sampling import Gumbel, warp
 from visspec.train.batches import Prediction, TrainingBatch

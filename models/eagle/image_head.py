@@ -44,10 +44,6 @@ class ImageHeadConfig(EagleConfig):
         return 2 if self.guided else 1
 
     @property
-    def reduced(self) -> bool:
-        return self.guided
-
-    @property
     def places(self) -> int:
         return self.rows * self.columns
 
@@ -78,7 +74,7 @@ class ImageHead(EagleHead):
         """Reduce target features (..., F) to (..., d). The difference of the two states is small and scaled up."""
         if not self.config.guided:
             return feature
-        conditional, unconditional = feature.chunk(2, dim=-1)
+        conditional, unconditional = feature.to(self.reduce.weight.dtype).chunk(2, dim=-1)
         size = torch.linalg.vector_norm(conditional, dim=-1, keepdim=True).clamp(min=TINY)
         both = torch.cat([conditional, SPREAD * (conditional - unconditional)], dim=-1)
         return self.reduce(both * (math.sqrt(self.config.hidden) / size))

@@ -28,7 +28,7 @@ from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter, ImageMemory
 from visspec.models.eagle.layout import layer_fields
-from visspec.models.image_codes.target import Family
+from visspec.models.image_codes.family import Family
 from visspec.models.published_tensors import load_published
 from visspec.types import Scores, State
 
@@ -86,7 +86,7 @@ class LanternDrafter(ImageFeatureDrafter):
     def _whole(self, scores: Scores) -> Scores:
         return scores
 
-    def _code_parts(self, head: Any) -> tuple[nn.Embedding, nn.Module]:
+    def _code_parts(self, head: EagleHead) -> tuple[nn.Embedding, nn.Module]:
         """Return the embedding of the loop's ids, and no head: `_logits` asks the family for logits. The network is
         cast to the target's dtype.
         """

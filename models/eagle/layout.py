@@ -204,7 +204,7 @@ def config_of(
     )
 
 
-def _architecture(data: dict) -> Any:
+def _architecture(data: dict) -> object:
     """Return the first entry of a configuration's `architectures`, or None."""
     return next(iter(list_of(data.get("architectures"))), None)
 

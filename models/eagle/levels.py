@@ -113,13 +113,30 @@ class DraftCalls:
         super().__init__(type(drafter).__name__)  # type: ignore[call-arg]  # goes to the subclass's other base
         self.layer = drafter.layer
         self.levels = DraftLevels(self.layer)
-        self.vocab, self.head = drafter.config.vocab, drafter.head if drafter.config.reduced else None
+        self.vocab, self.head = drafter.config.vocab, drafter.head
+
+    def prepare(self, state: State, depth: int, turns: Callable[[int], Tensor]) -> bool:
+        """Make room for a draft, and return whether `draft` can run it.
+
+        Args:
+            turns: Returns rotations for so many positions.
+        """
+        memory: FeatureMemory = state.memory
+        read = sum(token.shape[1] for token, _, _ in memory.pending_inputs)
+        more = max(next_power_of_2(read), BLOCK + 1) + depth + GROUP  # a draft, or a warm-up, writes at most as many
+        memory.reserve(memory.end + more)
+        memory.table = turns(max(memory.positions) + more)
+        return self.fits(state, more)
+
+    def fits(self, state: State, more: int) -> bool:
+        """Return whether the next draft of a request, of `more` elements, is compiled or replayed."""
+        raise NotImplementedError
 
     def draft(self, state: State, depth: int) -> Tensor:
-        """Read the queued elements and draft ids (B, depth) after the pending ones. The memory must have room."""
+        """Read the queued elements and draft ids (B, depth) after the pending ones, after `prepare`."""
         memory: FeatureMemory = state.memory
         token_BT, feature_BTF, counts = memory.pop_pending()
-        feature_BTd, length = self._reduced(feature_BTF), -(-depth // GROUP) * GROUP
+        feature_BTd, length = self.head.reduced(feature_BTF).to(self.layer.dtype), -(-depth // GROUP) * GROUP
         token_BT, feature_BTd = self._block(token_BT, feature_BTd)
         numbers_BTV, scale = self._numbers(state, length)
         offsets_3B = to_device([counts, memory.lengths, memory.positions], token_BT.device)
@@ -149,11 +166,6 @@ class DraftCalls:
             shift_Bd = like_BTd.new_zeros(like_BTd.shape[0], like_BTd.shape[2])
         return kv_BSHE, memory.end + more, torch.view_as_real(memory.table), shift_Bd
 
-    def _reduced(self, feature_BTF: Tensor) -> Tensor:
-        if self.head is not None:
-            feature_BTF = self.head.reduced(feature_BTF.to(next(self.head.parameters()).dtype))
-        return feature_BTF.to(self.layer.dtype)
-
     def _numbers(self, state: State, levels: int) -> tuple[Tensor, Tensor]:
         """Return what is added to the logits of each level, (B, levels, V), and what the logits are divided by."""
         device, temperature = state.pending.device, state.request.sampling.temperature or 1.0
@@ -173,14 +185,13 @@ class CompiledDrafter(DraftCalls, CompiledFunctions):
             self.refuse("a quantized LM head")
 
     def fits(self, state: State, more: int) -> bool:
-        """Return whether the next draft of a request uses the compiled graphs, which the first long request builds."""
         several = len(state.rows) > 1
         return maximal(state) and self.serve(several, state, lambda: self._warm_up(several, state))
 
     def _warm_up(self, several: bool, state: State) -> None:
         """Build both graphs for this number of rows and check their outputs, on a copy of the request's memory."""
         memory, rows = state.memory, len(state.rows)
-        feature_BTd = self._reduced(memory.pending_inputs[-1][1])[:, -1:]
+        feature_BTd = self.head.reduced(memory.pending_inputs[-1][1][:, -1:]).to(self.layer.dtype)
         numbers_BKV, scale = self._numbers(state, GROUP)
         with self.warming(several, "drafts"):
             for width in (BLOCK if rows != BLOCK else BLOCK + 1, 1):
@@ -200,7 +211,6 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
         self.fixed = not self.layer.packed()
 
     def fits(self, state: State, more: int) -> bool:
-        """Return whether the next draft of a request, of `more` elements, uses CUDA graphs."""
         memory: FeatureMemory = state.memory
         room = self.bucket(memory.end + more)
         device = memory.kv.device
@@ -284,8 +294,3 @@ def maximal(state: State) -> bool:
     if state.noise is not None and state.noise.samples:
         return False
     return sampling.greedy or not (sampling.top_k > 0 or sampling.top_p < 1.0)
-
-
-def ahead(memory: FeatureMemory, depth: int) -> int:
-    """Return how many elements a draft, or a warm-up, may write after those that were read."""
-    return max(next_power_of_2(sum(token.shape[1] for token, _, _ in memory.pending_inputs)), BLOCK + 1) + depth + GROUP

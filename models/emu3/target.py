@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from visspec.models.image_codes.target import (
+from visspec.models.image_codes.family import (
     EncodedPrompt,
     Family,
     ImageLayout,
@@ -23,6 +23,7 @@ from visspec.models.image_codes.target import (
     left_padded,
     positions_from_mask,
 )
+from visspec.models.image_codes.target import ImageAR
 from visspec.types import Processor, Sampling
 
 NEGATIVE = (  # the authors' own negative prompt, see the model card
@@ -37,6 +38,7 @@ class Emu3(Family):
     `processor` is an `Emu3Processor`, or anything that takes texts in the same way and whose `tokenizer` has the ids.
     """
 
+    target = ImageAR
     side = 720  # default size in pixels
 
     def __init__(self, model: PreTrainedModel, processor: Processor, negative: str = NEGATIVE):

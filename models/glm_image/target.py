@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout, Vocabulary, generate_codes
+from visspec.models.image_codes.family import EncodedPrompt, Family, ImageLayout, Vocabulary, generate_codes
+from visspec.models.image_codes.target import ImageAR
 from visspec.types import FREE, Processor, Sampling
 
 FACTOR = 32  # pixels per code along one side; fixed in the model's processor
@@ -32,6 +33,7 @@ class GlmImage(Family):
             seeds.
     """
 
+    target = ImageAR
     guided = False
     no_pixels = "the codes of GLM-Image need diffusers' GlmImagePipeline, parts={'diffusion': pipeline}"
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from visspec.models.drafting import checkpoint
-from visspec.models.image_codes.families import family_of
-from visspec.models.image_codes.target import Family
+from visspec.models.image_codes.family import Family, family_of
 from visspec.types import Request
 
 OTHER_SCALE = 1.5  # warn if the guidance differs by more than this factor from training

@@ -10,13 +10,10 @@ A axes of position ids, d hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from pathlib import Path
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,319 +24,15 @@ from visspec.distributions import Categorical
 from visspec.grammar import constrain
 from visspec.loop.decode import TokenBuffer
 from visspec.models.attention import draft_attention
-from visspec.models.attention.draft_attention import AttentionInputs, Masks
-from visspec.models.attention.slot_layers import CACHE, SlotLayers, cache_argument
-from visspec.models.runner.compiled import CompiledPasses, compiled_passes
+from visspec.models.attention.pass_inputs import CACHE, NAME, AttentionInputs, Masks, SlotLayers, cache_argument
+from visspec.models.image_codes.family import EncodedPrompt, Family
+from visspec.models.runner.compiled import CompiledPasses
 from visspec.models.runner.graphs import GraphedForward, graphed_forward
 from visspec.models.runner.widths import PassWidths
 from visspec.sampling import process, warp
-from visspec.types import (
-    FREE,
-    Capabilities,
-    Draft,
-    DrafterTraits,
-    Outcome,
-    Request,
-    Sampling,
-    Scores,
-    State,
-    Target,
-    Tree,
-)
+from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target, Tree
 
 TAKES_MASKS = {"sdpa", "eager"}
-
-
-@dataclass(frozen=True)
-class ImageLayout:
-    """The order of an image's tokens: `fixed` (T,) holds a position's grammar id, or FREE for a code."""
-
-    grid: tuple[int, int]  # rows, columns of codes
-    fixed: Tensor
-    preview: int = 0  # number of codes before the image's own: a smaller image generated first
-
-    @property
-    def positions(self) -> int:
-        return len(self.fixed)
-
-    @property
-    def free(self) -> Tensor:
-        """Positions of the image's codes, (rows * columns,) int64, in raster order."""
-        return (self.fixed == FREE).nonzero()[self.preview :, 0]
-
-    @property
-    def length(self) -> int:
-        """Number of values in an image, including grammar."""
-        return self.positions
-
-    def codes(self, values: Tensor) -> Tensor:
-        """Select the image's own values in raster order from (B, length, ...)."""
-        return values[:, self.free]
-
-    def latents(self, codes: Tensor) -> Tensor:
-        """Reshape the image's values (B, rows * columns, ...) to (B, rows, columns, ...)."""
-        return codes.unflatten(1, self.grid)
-
-    def placed(self, items: np.ndarray) -> np.ndarray:
-        """Arrange per-node items (positions,) by their place in the image: (rows, columns)."""
-        return items[self.free.numpy()].reshape(self.grid)
-
-    @classmethod
-    def plain(cls, rows: int, columns: int) -> ImageLayout:
-        return cls.lines(rows, columns, None)
-
-    @classmethod
-    def lines(cls, rows: int, columns: int, end: int | None, tail: tuple[int, ...] = ()) -> ImageLayout:
-        """Build a layout with the grammar id `end` (if not None) after each row of codes and `tail` after the image."""
-        row = [FREE] * columns + ([] if end is None else [end])
-        return cls((rows, columns), torch.tensor(row * rows + list(tail)))
-
-    @classmethod
-    def only(cls, side: int, pixels: int, height: int | None, width: int | None, why: str) -> ImageLayout:
-        """Build the square layout of `side` x `side` codes. Raises ValueError for an image size other than `pixels`."""
-        if (height or pixels, width or pixels) != (pixels, pixels):
-            raise ValueError(f"height, width: got {height} x {width}, expected {pixels} x {pixels}, {why}")
-        return cls.plain(side, side)
-
-
-def grid_of(height: int, width: int, factor: int) -> tuple[int, int]:
-    """Return the grid of codes of `factor` pixels. Raises ValueError for sizes that are not multiples of it."""
-    if min(height, width) < factor or height % factor or width % factor:
-        raise ValueError(f"height, width: got {height} x {width}, expected multiples of {factor}.")
-    return height // factor, width // factor
-
-
-@dataclass(frozen=True)
-class EncodedPrompt:
-    """Encoded prompts: ids (B, L), and the decoder's inputs for R rows, conditional rows first."""
-
-    ids: Tensor
-    embeds: Tensor  # (R, L, d)
-    attention: Tensor  # (R, L) bool, false at padding
-    positions: Tensor | None = None  # (R, L + T) or (A, R, L + T) position ids of all slots; None: slot numbers
-    tokens: Tensor | None = None  # (R, L) ids of all rows, if the prompt was built from ids
-
-    def row(self, b: int) -> EncodedPrompt:
-        """Return one prompt, without slots that are padding in all of its rows."""
-        own = slice(b, None, len(self.ids))
-        first = int(self.attention[own].any(dim=0).int().argmax())
-        return EncodedPrompt(
-            self.ids[b : b + 1, first:],
-            self.embeds[own, first:],
-            self.attention[own, first:],
-            None if self.positions is None else self.positions[..., own, first:],
-            None if self.tokens is None else self.tokens[own, first:],
-        )
-
-
-class Family:
-    """Base class of model families, with defaults for the common case: codes are ids of a text model (`vocabulary`).
-
-    The loop's ids are codes 0..codes-1, then grammar ids, which only occur at fixed positions of a layout.
-    """
-
-    name: str
-    codes: int
-    grammar: int = 0  # number of grammar ids after the codes
-    target: type[Any]  # the `Target` class that runs it, built from the family and `features`
-    guided: bool = True  # whether the model supports an unconditional prompt
-    decoder: Any  # the stock transformer
-    processor: Any = None  # texts -> ids; None if prompts are ids
-    codebook: Tensor | None = None  # (codes, E) as the image decoder uses it, normalized if it normalizes
-    default_guidance: float = 1.0
-    mlp_head: tuple[nn.Linear, nn.Linear] | None = None  # the layers of `head`, if it is two with a GELU between
-    model: Any
-    vocabulary: Any = None  # `Vocabulary`, if codes are ids of a text model
-    codec: Any = None  # a decoder of codes outside the model, such as `codecs.vq_layout.ImageCodec`
-    draws: str = "codes"  # or "vectors", "maps" of codes, or codes in "any order"
-    labels: tuple[str, ...] = ()  # class names; empty if prompts are texts, or class numbers only
-    default_drafter: str = "jacobi:window=12"  # with the default rule, this is the preset "gumbel"
-    default_rule: str = "exact"
-    default_order: str | None = None
-    running: bool = True  # whether its target can compile passes and return hidden states
-    recorder: GraphedForward | None = None  # CUDA graphs of the decoder's passes, shared by its targets
-    load: Callable[[Path, torch.dtype], Any] | None = None  # loader of folders whose network transformers lacks
-    no_pixels: str = ""  # reason why decoding to pixels is not supported; empty if it is
-
-    def make_target(self, traits: DrafterTraits, compile: bool) -> Target:
-        """Build the target for a drafter with these traits. Raises ValueError if the family does not support them."""
-        if self.running:
-            return self.target(self, bool(traits.feature_layers), compile)
-        if compile:
-            raise ValueError(f"compile: got True, expected False: passes of {self.name} are not compiled.")
-        if traits.feature_layers:
-            raise ValueError(f"drafter: got one that reads hidden states, which {self.name} does not return.")
-        return self.target(self)
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        """Encode pixels (B, 3, height, width) float32 in [0, 1] to codes (B, rows * columns). Raises ValueError for a
-        family without an encoder.
-        """
-        raise ValueError(f"image: got pixels, expected none: {self.name} has no VQ encoder.")
-
-    @cached_property
-    def passes(self) -> CompiledPasses | None:
-        """Compiled passes of the decoder, shared by its targets, so that several drafters and rules compile once."""
-        return compiled_passes(self.decoder, self.decoder)
-
-    def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
-        """Return the layout for an image size in pixels. Raises ValueError for an unsupported size."""
-        raise NotImplementedError
-
-    def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> EncodedPrompt:
-        """Encode prompts to ids and embeddings, padded on the left.
-
-        Args:
-            texts: The prompts.
-            guided: Whether to append the unconditional rows.
-            layout: The image's layout, by default that of the default size, if prompts or positions depend on it.
-        """
-        raise NotImplementedError
-
-    def require_processor(self) -> Any:
-        """Return the processor, which encodes texts. Raises ValueError if it is None."""
-        if self.processor is None:
-            raise ValueError(
-                f"processor: got None, expected that of {self.name} (transformers.AutoProcessor), or anything that"
-                " turns texts into ids in the same way."
-            )
-        return self.processor
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Embed ids (..., N) as (..., N, d)."""
-        return self.model.get_input_embeddings()(self.vocabulary(tokens))
-
-    def head(self, hidden: Tensor) -> Tensor:
-        """Return logits (..., codes) over the codes from hidden states (..., d)."""
-        return self.vocabulary.logits(self.model.lm_head, hidden)
-
-    def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
-        """Decode codes (B, rows * columns) to float (B, 3, height, width) in [0, 1]. Raises ValueError if it can't."""
-        if self.codec is None:
-            raise ValueError(f"output_type: got pixels, expected 'latent': {self.no_pixels}.")
-        return self.codec.decode(tokens, layout.grid).permute(0, 3, 1, 2) / 2 + 0.5
-
-    def render(self, tokens: Tensor, layout: ImageLayout, texts: Sequence[str], seeds: Sequence[int]) -> Tensor:
-        """Like `pixels`, for images generated from these texts with these seeds, which some decoders use."""
-        return self.pixels(tokens, layout)
-
-    def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: object) -> Tensor:
-        """Generate loop ids (B, T) with the model's own `generate` and torch's global generator, as a baseline for
-        benchmarks. `options` are passed to it. Raises NotImplementedError if transformers' class can't generate images.
-        """
-        raise NotImplementedError(f"{self.name}: its stock class has no generate for images.")
-
-    def grid_rope(self) -> Tensor | None:
-        """Return rotations by row and column, complex64 (L + T or more, C); None if the model's RoPE is another one."""
-        return None
-
-    def check(self, prompt: EncodedPrompt, layout: ImageLayout, guidance: float) -> None:
-        """Raise ValueError for unsupported arguments, before any pass."""
-        if guidance != 1.0 and not self.guided:
-            raise ValueError(f"guidance_scale: got {guidance}, expected 1: {self.name} has no unconditional prompt.")
-        room = getattr(self.decoder.config, "max_position_embeddings", None)
-        needed = prompt.ids.shape[1] + layout.positions
-        if room is not None and needed > room:
-            raise ValueError(f"prompt: got {needed} tokens including the image's, expected at most {room}.")
-
-    def check_sampling(self, sampling: Sampling) -> None:
-        """Raise ValueError for settings that have no meaning for the model."""
-
-    def places(self, index: Tensor, state: State) -> Tensor:
-        """Return the decoder's position ids for linear indices (R, N), which count from the prompt's first slot."""
-        prompt: EncodedPrompt = state.request.inputs
-        if prompt.positions is None:
-            return index
-        rows, table = len(prompt.ids), prompt.positions
-        if len(state.rows) < rows:
-            live = [half * rows + row for half in range(len(prompt.embeds) // rows) for row in state.rows]
-            table = table.index_select(-2, to_device(live, table.device))
-        index = index.clamp(max=table.shape[-1] - 1)  # a draft may extend beyond the end
-        return table.gather(-1, index.expand(*table.shape[:-1], -1))
-
-
-class Vocabulary:
-    """Codes and grammar ids in a text model's vocabulary: `ids` (V,) maps loop ids to vocabulary ids."""
-
-    def __init__(self, ids: Tensor, codes: int):
-        self.ids, self.codes, used = ids, codes, ids[:codes]
-        self.first, self.last = int(used.min()), int(used.max()) + 1
-        self.order = None if used.tolist() == list(range(self.first, self.last)) else used - self.first
-
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """Map loop ids to vocabulary ids."""
-        self._follow(tokens.device)
-        return self.ids[tokens]
-
-    def logits(self, head: nn.Module, hidden: Tensor) -> Tensor:
-        """Return logits (..., codes) of hidden states (..., d), using only the head's rows from first to last code."""
-        if type(head) is nn.Linear:  # sliced in every call, because weights may be moved
-            bias = None if head.bias is None else head.bias[self.first : self.last]
-            logits = F.linear(hidden, head.weight[self.first : self.last], bias)
-        else:
-            logits = head(hidden)[..., self.first : self.last]
-        self._follow(hidden.device)
-        return logits if self.order is None else logits[..., self.order]
-
-    def loop_ids(self, ids: Tensor) -> Tensor:
-        """Map vocabulary ids to loop ids, and other ids to 0."""
-        table = torch.zeros(int(self.ids.max()) + 1, dtype=torch.long)
-        table[self.ids.cpu()] = torch.arange(len(self.ids))
-        return table[ids.cpu().clamp(max=len(table) - 1)].to(ids.device)
-
-    def _follow(self, device: torch.device) -> None:
-        if self.ids.device != device:
-            with torch.inference_mode(False):  # training may use the tensors, too
-                self.ids = self.ids.to(device)
-                self.order = None if self.order is None else self.order.to(device)
-
-
-def generate_options(sampling: Sampling) -> dict[str, Any]:
-    """Convert sampling settings to arguments of transformers' `generate`, except guidance."""
-    if sampling.greedy:
-        return {"do_sample": False}
-    return {"do_sample": True, "temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
-
-
-def generate_codes(
-    model: Any,
-    vocabulary: Vocabulary,
-    given: dict[str, Tensor],
-    layout: ImageLayout,
-    sampling: Sampling,
-    **options: object,
-) -> Tensor:
-    """Generate loop ids (B, T) of a layout with a text model's own `generate`. `given` are its inputs."""
-    length, last = given["input_ids"].shape[1], layout.positions - 1
-    codes = vocabulary.ids[: vocabulary.codes]
-    fixed = vocabulary.ids[layout.fixed.clamp(min=0)]
-
-    def allowed(row: int, ids: Tensor) -> Tensor:  # faster than a list, as used on transformers' page on Emu3
-        now = min(len(ids) - length, last)
-        return codes if layout.fixed[now] == FREE else fixed[now : now + 1]
-
-    ids = model.generate(
-        **given,
-        max_new_tokens=layout.positions,
-        prefix_allowed_tokens_fn=allowed,
-        **generate_options(sampling),
-        **options,
-    )
-    return vocabulary.loop_ids(ids[:, length:])
-
-
-def left_padded(rows: list[list[int]], pad: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Left-pad ids of unequal lengths. Returns them as one tensor (R, L), and the mask of real ids (R, L)."""
-    length = max(map(len, rows))
-    ids = torch.tensor([[pad] * (length - len(row)) + row for row in rows], device=device)
-    first = torch.tensor([length - len(row) for row in rows], device=device)
-    return ids, torch.arange(length, device=device) >= first[:, None]
-
-
-def positions_from_mask(attention: Tensor, ahead: int) -> Tensor:
-    """Return position ids (R, L + ahead) counted from each row's first real slot, for the prompt and `ahead` tokens."""
-    ahead_RT = torch.ones(len(attention), ahead, dtype=torch.bool, device=attention.device)
-    return (torch.cat([attention, ahead_RT], dim=1).cumsum(dim=1) - 1).clamp(min=0)
 
 
 class ImageAR(Target):
@@ -443,7 +136,7 @@ class ImageAR(Target):
         if padded:
             causal = torch.ones(length, length, dtype=torch.bool, device=self.device).tril()
             attention = {"attention_mask": self.masks.additive(causal & prompt.attention[:, None])}
-        hidden = self._run(prompt.embeds, attention, self.family.places(index, state), cache)
+        hidden = self._run(prompt.embeds, attention, self.places(index, state), cache)
         cache.slots.commit([list(range(length))] * prompt.embeds.shape[0])
         if padded:
             cache.slots.padding = prompt.attention
@@ -478,7 +171,7 @@ class ImageAR(Target):
         twice, index = _twice(state), state.position[:, None] + draft.tree.depth
         tree = draft.tree if draft.tree.parent.shape[0] == 1 else _repeat_tree(draft.tree, twice)
         embeds = self._embed(state, draft, index).repeat(twice, 1, 1)
-        places = self.family.places(index.repeat(twice, 1), state).movedim((-2, -1), (0, 1))
+        places = self.places(index.repeat(twice, 1), state).movedim((-2, -1), (0, 1))
 
         def forward(cache: SlotLayers, attention: AttentionInputs, embeds: Tensor, places: Tensor) -> tuple[Tensor]:
             return (self._run(embeds, attention, places.movedim((0, 1), (-2, -1)), cache),)
@@ -509,7 +202,19 @@ class ImageAR(Target):
         if twice == 2:
             index = index.repeat(2, 1)
         attention = self.masks(slots, tree, extent)
-        return self._run(embeds, attention, self.family.places(index, state), state.cache, decoder)
+        return self._run(embeds, attention, self.places(index, state), state.cache, decoder)
+
+    def places(self, index: Tensor, state: State) -> Tensor:
+        """Return the decoder's position ids for linear indices (R, N), which count from the prompt's first slot."""
+        prompt: EncodedPrompt = state.request.inputs
+        if prompt.positions is None:
+            return index
+        rows, table = len(prompt.ids), prompt.positions
+        if len(state.rows) < rows:
+            live = [half * rows + row for half in range(len(prompt.embeds) // rows) for row in state.rows]
+            table = table.index_select(-2, to_device(live, table.device))
+        index = index.clamp(max=table.shape[-1] - 1)  # a draft may extend beyond the end
+        return table.gather(-1, index.expand(*table.shape[:-1], -1))
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         state.cache.slots.commit(outcome.path * _twice(state))
@@ -545,7 +250,7 @@ class ImageAR(Target):
         attention = self.masks.inputs(self.masks.additive(seen_RNS, self.masks.groups))
         embeds = self.family.embed(tokens).repeat(twice, 1, 1)
         index = (start + at_BN.clamp(max=total - 1)).repeat(twice, 1)
-        hidden = self._run(embeds, attention, self.family.places(index, state), state.cache)
+        hidden = self._run(embeds, attention, self.places(index, state), state.cache)
         logits, uncond, features = self._parts(state, self.family.head(hidden), hidden)
         return Scores(Categorical(warp(logits, state.request.sampling, uncond)), features)
 
@@ -557,7 +262,7 @@ class ImageAR(Target):
         cache: SlotLayers,
         decoder: nn.Module | None = None,
     ) -> Tensor:
-        with draft_attention.switched(self.configs if draft_attention.NAME in attention else ()):
+        with draft_attention.switched(self.configs) if NAME in attention else nullcontext():
             output = (decoder or self.family.decoder)(
                 inputs_embeds=embeds,
                 position_ids=positions,
@@ -607,6 +312,3 @@ def _twice(state: State) -> int:
 def _repeat_tree(tree: Tree, times: int) -> Tree:
     parent, depth, ancestor = (t.repeat(times, *[1] * (t.dim() - 1)) for t in (tree.parent, tree.depth, tree.ancestor))
     return Tree(parent, depth, ancestor, tree.levels, tree.chain)
-
-
-Family.target = ImageAR

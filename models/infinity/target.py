@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from visspec.models.image_codes.target import ImageLayout
+from visspec.models.image_codes.family import ImageLayout
 from visspec.models.image_codes.text_features import NO_ENCODER
 from visspec.models.infinity.layout import InfinityImageModel
 from visspec.models.infinity.network import GUIDANCE, Texts

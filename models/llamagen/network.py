@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from visspec.io.checkpoint import check_choice
-from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.attention.pass_inputs import SlotLayers
 from visspec.models.layers import GeluMLP, Network, rotate
 
 SIZES = {  # name: (layers, heads, hidden size); the first five are class-conditional in the paper

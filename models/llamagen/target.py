@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import GenerationConfig
 
 from visspec.models.folders import OwnImageModel, unpack
-from visspec.models.image_codes.class_numbers import class_numbers
-from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
+from visspec.models.image_codes.family import EncodedPrompt, Family, ImageLayout, class_numbers
+from visspec.models.image_codes.target import ImageAR
 from visspec.models.image_codes.text_features import NO_ENCODER
 from visspec.models.llamagen.layout import LlamaGenImageModel
 from visspec.models.llamagen.network import GUIDANCE, LlamaGen, left_padded
@@ -34,6 +34,7 @@ class LlamaGenImages(Family):
         settings: A generation_config that replaces the folder's.
     """
 
+    target = ImageAR
     name = "llamagen"
     load = staticmethod(LlamaGenImageModel.read)
 

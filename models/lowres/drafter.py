@@ -26,8 +26,8 @@ from visspec.accept.exact import Exact
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
 from visspec.models.drafting import checkpoint as feature_checkpoint
-from visspec.models.image_codes.families import prompt_of
-from visspec.models.image_codes.target import EncodedPrompt, Family, ImageAR
+from visspec.models.image_codes.family import EncodedPrompt, Family, prompt_of
+from visspec.models.image_codes.target import ImageAR
 from visspec.models.layers import same_table
 from visspec.models.lowres.upsampler import Upsampler
 from visspec.types import FREE, Draft, Drafter, DrafterTraits, Request, Scores, State

@@ -24,8 +24,7 @@ from visspec.distributions import Denoising
 from visspec.io.checkpoint import check_choice
 from visspec.loop.decode import VectorBuffer
 from visspec.models.folders import unpack
-from visspec.models.image_codes.class_numbers import class_numbers
-from visspec.models.image_codes.target import ImageLayout
+from visspec.models.image_codes.family import ImageLayout, class_numbers
 from visspec.models.mar.layout import MARImageModel
 from visspec.models.mar.network import GUIDANCE, MAR, UNCONDITIONAL
 from visspec.models.vectors.diffusion_head import Schedule, schedule

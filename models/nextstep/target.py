@@ -19,7 +19,8 @@ from transformers import GenerationConfig
 from visspec.distributions import Denoising
 from visspec.loop.decode import VectorBuffer
 from visspec.models.folders import unpack
-from visspec.models.image_codes.target import EncodedPrompt, ImageAR, ImageLayout, grid_of
+from visspec.models.image_codes.family import EncodedPrompt, ImageLayout, grid_of
+from visspec.models.image_codes.target import ImageAR
 from visspec.models.nextstep.flow import flow_schedule, flow_schedule_v11
 from visspec.models.nextstep.layout import NextStepImageModel
 from visspec.models.nextstep.network import GUIDANCE, NextStep

@@ -27,8 +27,9 @@ from transformers import GenerationConfig
 from visspec import tree as trees
 from visspec.cache import SlotCache
 from visspec.loop.decode import TokenBuffer
-from visspec.models.attention.slot_layers import SlotLayers
-from visspec.models.image_codes.target import EncodedPrompt, ImageAR, _repeat_tree, _twice
+from visspec.models.attention.pass_inputs import SlotLayers
+from visspec.models.image_codes.family import EncodedPrompt
+from visspec.models.image_codes.target import ImageAR, _repeat_tree, _twice
 from visspec.models.llamagen.layout import RandARClassModel
 from visspec.models.llamagen.network import RandAR
 from visspec.models.llamagen.target import LlamaGenImages

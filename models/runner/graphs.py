@@ -23,8 +23,8 @@ from transformers import PreTrainedModel
 from visspec import replay
 from visspec.cache import SlotCache, to_device
 from visspec.models.attention import rotary
-from visspec.models.attention.draft_attention import STOCK, DraftLayout, Masks, implementation
-from visspec.models.attention.slot_layers import SlotLayers
+from visspec.models.attention.draft_attention import STOCK, implementation
+from visspec.models.attention.pass_inputs import DraftLayout, Masks, SlotLayers
 from visspec.models.runner.buffer_pool import GraphBufferPool, KVBuffers, capacity, one_line
 from visspec.models.runner.compiled import close, foreign, form
 from visspec.replay import REPLAYING, Call, Recording, stream

@@ -29,7 +29,7 @@ from visspec.distributions import Maps
 from visspec.io.checkpoint import check_choice
 from visspec.loop.decode import ScaleBuffer
 from visspec.models.folders import OwnImageModel, unpack
-from visspec.models.image_codes.target import Family, ImageLayout
+from visspec.models.image_codes.family import Family, ImageLayout
 from visspec.models.scales.blocks import NextScale
 from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget

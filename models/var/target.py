@@ -9,8 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 from visspec.io import included
-from visspec.models.image_codes.class_numbers import class_numbers
-from visspec.models.image_codes.target import ImageLayout
+from visspec.models.image_codes.family import ImageLayout, class_numbers
 from visspec.models.scales.kv_budget import CacheBudget, selectivity
 from visspec.models.scales.multiscale import MultiScaleVAE
 from visspec.models.scales.target import ScaleImages, ScalePrompt

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKL
 from torch import Tensor
 
 from visspec.distributions import DenoisingSteps
-from visspec.models.image_codes.target import Family, ImageLayout
+from visspec.models.image_codes.family import Family, ImageLayout
 from visspec.models.vectors.head_distribution import HeadDistributions
 from visspec.types import Sampling
 

@@ -3,11 +3,8 @@
 import pytest
 import torch
 
+from tests.kernels import cases
 from visspec.kernels import accept, accept_tree
-
-POINTS = [{}, {"relaxed": True}, {"near": "delta"}, {"near": "lam"}]
-KINDS = [*POINTS, *({"drawn": True} | kind for kind in POINTS)]
-
 
 TABLE = torch.zeros(11, 3, dtype=torch.long)
 
@@ -29,7 +26,7 @@ def test_tree_against_definition(dtype):
     seen = 0
     for seed in range(200):
         sizes = {"rows": 50, "nodes": 2 + seed % 8, "vocabulary": 3 + seed % 13}
-        case = accept.random_case(seed, dtype=dtype, **sizes, **KINDS[seed % len(KINDS)])
+        case = cases.accept(seed, dtype=dtype, **sizes, **cases.ACCEPT_KINDS[seed % len(cases.ACCEPT_KINDS)])
         outputs = accept_tree(**case)
         for b in range(50):
             assert_row(outputs, b, accept.reference(**row(case, b)))
@@ -37,21 +34,21 @@ def test_tree_against_definition(dtype):
     assert seen == 10_000
 
 
-@pytest.mark.parametrize("case", [{"nodes": 1, "vocabulary": 5, "chain": True}, *accept.CASES], ids=str)
+@pytest.mark.parametrize("case", [{"nodes": 1, "vocabulary": 5, "chain": True}, *cases.ACCEPT], ids=str)
 def test_every_shape_decides_as_the_definition(case):
     chain = case.get("chain", False)
     for seed in range(40 if chain else 6):
-        arguments = accept.random_case(seed, **case | ({"rows": 20} if chain else {}))
+        arguments = cases.accept(seed, **case | ({"rows": 20} if chain else {}))
         for outputs in (accept_tree(**arguments), *([accept_tree(**arguments, branch=1)] if chain else [])):
             for b in range(len(arguments["tokens"])):
                 assert_row(outputs, b, accept.reference(**row(arguments, b)))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", cases.ACCEPT_KINDS, ids=str)
 def test_depth_and_branch_limits(kind):
     """For every limit the call equals one in which the nodes beyond it are padding, and the definition."""
     for seed, (depth, branch) in enumerate([(0, 9), (1, 9), (2, 9), (9, 0), (9, 1), (9, 2), (2, 1), (1, 2)]):
-        case = accept.random_case(seed, rows=20, nodes=9, vocabulary=5, **kind)
+        case = cases.accept(seed, rows=20, nodes=9, vocabulary=5, **kind)
         case["uniforms"] *= 0.5  # long paths
         found = accept_tree(**case, depth=depth, branch=branch)
         assert found[0].shape == (20, min(depth + 1, 9)) and int(found[1].max()) <= depth + 1
@@ -83,7 +80,7 @@ def test_fp32_bounds():
 def test_neighbour_outside_vocabulary(drawn, kind):
     ends = torch.iinfo(kind)
     for seed in range(10):
-        case = accept.random_case(seed, rows=10, drawn=drawn, near="lam")
+        case = cases.accept(seed, rows=10, drawn=drawn, near="lam")
         case["neighbours"] = case["neighbours"].to(kind)
         case["neighbours"][:, ::2] = torch.tensor([-1, 11, ends.min if seed % 2 else ends.max], dtype=kind)
         outputs = accept_tree(**case)
@@ -91,11 +88,11 @@ def test_neighbour_outside_vocabulary(drawn, kind):
             assert_row(outputs, b, accept.reference(**row(case, b)))
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", cases.ACCEPT_KINDS, ids=str)
 def test_log_laws_decide_as_their_softmax(kind):
     """Only the laws of nodes that are reached are worked out: the others may hold anything."""
     for seed in range(10):
-        case = accept.random_case(seed, rows=20, nodes=9, **kind)
+        case = cases.accept(seed, rows=20, nodes=9, **kind)
         scores = 3.0 * torch.randn(case["p"].shape, generator=torch.Generator().manual_seed(seed))
         wanted = accept_tree(**{**case, "p": scores.softmax(-1)})
         found = accept_tree(**{**case, "p": scores}, scores=True)
@@ -119,11 +116,11 @@ def test_log_laws_decide_as_their_softmax(kind):
 ], ids=str)  # fmt: skip
 def test_bad_input_names_the_argument(change, error, named):
     with pytest.raises(error, match=f"^{named}"):
-        accept_tree(**{**accept.random_case(0), **change})
+        accept_tree(**{**cases.accept(0), **change})
 
 
 def test_invalid_laws():
-    case = accept.random_case(0, rows=3, nodes=4, vocabulary=5)
+    case = cases.accept(0, rows=3, nodes=4, vocabulary=5)
     for value in (0.0, float("nan"), float("inf"), 2.0):
         case["p"] = torch.full_like(case["p"], value)
         path, length, following, _ = accept_tree(**case)
@@ -132,7 +129,7 @@ def test_invalid_laws():
 
 @pytest.mark.parametrize("parent_rows", [1, 2])
 def test_strided_laws_and_shared_parents(parent_rows):
-    case = accept.random_case(4, rows=2, nodes=5, vocabulary=6)
+    case = cases.accept(4, rows=2, nodes=5, vocabulary=6)
     case["parent"] = torch.tensor([-1, 0, 0, 1, 1])
     wanted = accept_tree(**case)
     case["p"] = case["p"].transpose(1, 2).contiguous().transpose(1, 2)

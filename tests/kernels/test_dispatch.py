@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.doubles import drafted
-from tests.kernels.test_accept import KINDS
+from tests.kernels import cases
 from tests.replays import Waits
 from visspec import kernels, sampling
 from visspec import tree as trees
@@ -18,7 +18,7 @@ from visspec.accept.lantern import Lantern, LanternPlus
 from visspec.accept.rejection import Rejection
 from visspec.accept.typical import Typical
 from visspec.distributions import Categorical
-from visspec.kernels import accept, attention, commit, groups, growth, warp
+from visspec.kernels import accept, attention, commit, growth, warp
 from visspec.kernels import neighbours as nearest
 from visspec.types import Capabilities, Sampling, Scores
 
@@ -30,10 +30,10 @@ def tree_arguments(case, depth, branch):
 
 @pytest.mark.parametrize("rows", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", cases.ACCEPT_KINDS, ids=str)
 def test_dispatches_from_logits(kind, rows, dtype):
     """Guidance, warp and acceptance of 59 nodes, counted inside the operators. (numpy on a CPU is not counted.)"""
-    arguments = tree_arguments(accept.random_case(0, rows=rows, nodes=59, vocabulary=300, dtype=dtype, **kind), 5, 10)
+    arguments = tree_arguments(cases.accept(0, rows=rows, nodes=59, vocabulary=300, dtype=dtype, **kind), 5, 10)
     cond, uncond = torch.randn(2, rows * 59, 300)
     with Waits() as count:
         p = warp.guided_warp_torch(cond, uncond, 7.5, 0.9, 100, 0.9, True).softmax(-1)
@@ -92,8 +92,8 @@ def test_dispatches_of_rule(name, kind):
 
 
 def test_no_other_step_waits_for_the_device():
-    case = accept.random_case(0, drawn=True, relaxed=True, chain=True)
-    near = nearest.random_case(0, lam=2.0)
+    case = cases.accept(0, drawn=True, relaxed=True, chain=True)
+    near = cases.neighbours(0, lam=2.0)
     with Waits() as count:
         kernels.accept_tree(**case, branch=1)
         nearest.neighbour_mass_torch(**near, row=None)
@@ -101,9 +101,9 @@ def test_no_other_step_waits_for_the_device():
     assert not count.found
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", cases.ACCEPT_KINDS, ids=str)
 def test_opcheck(kind):
-    arguments = tree_arguments(accept.random_case(0, rows=2, nodes=4, **kind), 3, 3)
+    arguments = tree_arguments(cases.accept(0, rows=2, nodes=4, **kind), 3, 3)
     torch.library.opcheck(torch.ops.visspec.accept_tree, tuple(arguments[k] for k in NAMES))
 
 
@@ -160,7 +160,7 @@ LAUNCHES = {  # the kernels of a draft's round, for nodes of a draft and shares 
     "_accept_tree_kernel": (
         accept,
         lambda nodes, parts: accept.accept_tree_triton(
-            *accept.random_case(0, rows=1, nodes=nodes, vocabulary=64).values(), *[None] * 4, nodes - 1, parts
+            *cases.accept(0, rows=1, nodes=nodes, vocabulary=64).values(), *[None] * 4, nodes - 1, parts
         ),
     ),
     "_ancestors_kernel": (
@@ -189,10 +189,10 @@ def test_one_compilation_for_any_size(names, monkeypatch):
 
 def test_opcheck_of_the_other_operators():
     ops = torch.ops.visspec
-    near = nearest.random_case(0, delta=0.1)
-    group = groups.random_case(0)
-    tree = attention.random_case(0)
-    moves = commit.random_case(0)
+    near = cases.neighbours(0, delta=0.1)
+    group = cases.groups(0)
+    tree = cases.attention(0)
+    moves = cases.commit(0)
     ancestors = growth.ancestors(tree["parent"])
     calls = [
         (ops.neighbour_mass, (near["p"], near["token"], near["neighbours"], 0.1, None, None)),
@@ -201,9 +201,8 @@ def test_opcheck_of_the_other_operators():
         (ops.commit_kv, tuple(moves.values())),
         (ops.ancestors, (tree["parent"], 4)),
         (ops.tree_attention, (tree["q"], tree["k"], tree["v"], tree["length"], ancestors, None, None)),
-        (ops.accept_tree, tuple(tree_arguments(accept.random_case(0, drawn=True, relaxed=True), 6, 6).values())),
+        (ops.accept_tree, tuple(tree_arguments(cases.accept(0, drawn=True, relaxed=True), 6, 6).values())),
     ]
-    assert groups.CASES
     for op, arguments in calls:
         utils = "test_schema", "test_faketensor", "test_autograd_registration"
         torch.library.opcheck(op, arguments, test_utils=utils)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.kernels import cases
 from visspec import kernels, sampling
 from visspec.kernels import attention, commit, groups, neighbours, warp
 from visspec.types import Sampling
@@ -10,21 +11,21 @@ from visspec.types import Sampling
 SEEDS = range(10)
 
 
-def cases(module):
-    return pytest.mark.parametrize("case", module.CASES, ids=str)
+def each(kinds):
+    return pytest.mark.parametrize("case", kinds, ids=str)
 
 
-@cases(neighbours)
+@each(cases.NEIGHBOURS)
 def test_neighbour_mass(case):
     for seed in SEEDS:
-        arguments = neighbours.random_case(seed, **case)
+        arguments = cases.neighbours(seed, **case)
         found = kernels.neighbour_mass(**arguments)
         assert torch.allclose(found.double(), neighbours.reference(**arguments), atol=1e-6)
 
 
 def test_neighbour_outside_vocabulary():
     for seed in SEEDS:
-        arguments = neighbours.random_case(seed, lam=4.0)
+        arguments = cases.neighbours(seed, lam=4.0)
         arguments["neighbours"][:, ::2] = torch.tensor([-1, 23, 99, -(2**40), 2**40])
         found = kernels.neighbour_mass(**arguments)
         assert torch.allclose(found.double(), neighbours.reference(**arguments), atol=1e-6)
@@ -39,10 +40,10 @@ def test_neighbour_bounds_are_fp32_numbers(rule):
     assert ("lam" in rule) or mass.tolist() == p[0, 1:2].tolist()
 
 
-@cases(groups)
+@each(cases.GROUPS)
 def test_grouped_mass(case):
     for seed in SEEDS:
-        arguments = groups.random_case(seed, **case)
+        arguments = cases.groups(seed, **case)
         found = torch.stack(kernels.grouped_mass(**arguments), 1)
         assert torch.allclose(found.double(), groups.reference(**arguments), atol=1e-6)
 
@@ -53,21 +54,21 @@ def check_commit(arguments):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], wanted))
 
 
-@cases(commit)
+@each(cases.COMMIT)
 def test_commit_kv(case):
     for seed in SEEDS:
-        check_commit(commit.random_case(seed, **case))
+        check_commit(cases.commit(seed, **case))
 
 
 def test_commit_kv_at_end_and_strided():
-    arguments = commit.random_case(0, slots=8, rows=2)
+    arguments = cases.commit(0, slots=8, rows=2)
     arguments["length"][:] = torch.tensor([8, 0])  # the first row is full and keeps nothing
     arguments["kv"] = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in arguments["kv"]]
     check_commit(arguments)
 
 
 def test_commit_kv_within_path():
-    arguments = commit.random_case(0)
+    arguments = cases.commit(0)
     arguments["path"], arguments["count"] = torch.tensor([[0, 2, 5]] * 3), torch.tensor([3, 4, 99])
     check_commit(arguments)
 
@@ -83,10 +84,10 @@ def test_mask_of_tree():
     assert torch.equal(kernels.ancestors(parent[:2], 3), mask[:2]) and torch.equal(kernels.ancestors(parent, 9), mask)
 
 
-@cases(attention)
+@each(cases.ATTENTION)
 def test_tree_attention(case):
     for seed in range(3):
-        arguments = attention.random_case(seed, **case)
+        arguments = cases.attention(seed, **case)
         ancestors = kernels.ancestors(arguments["parent"])
         found = kernels.tree_attention(**arguments)
         parent = arguments.pop("parent")
@@ -103,10 +104,10 @@ def test_guided_warp_takes_logits_in_any_layout():
         assert found.is_contiguous() and torch.equal(found, kernels.guided_warp(z.contiguous(), top_k=3, scores=scores))
 
 
-@cases(warp)
+@each(cases.WARP)
 def test_guided_warp(case):
     for seed in SEEDS:
-        arguments = warp.random_case(seed, **case)
+        arguments = cases.warp(seed, **case)
         for scores in (False, True):
             found = kernels.guided_warp(**arguments, scores=scores)
             assert torch.allclose(found, warp.reference(**arguments, scores=scores), atol=1e-6)
@@ -115,7 +116,7 @@ def test_guided_warp(case):
 @pytest.mark.parametrize("ties", [False, True])
 def test_guided_warp_against_transformers(ties):
     warpers = pytest.importorskip("transformers")
-    z = warp.random_case(0, rows=40, vocabulary=200, ties=ties)["logits"]
+    z = cases.warp(0, rows=40, vocabulary=200, ties=ties)["logits"]
     wanted = warpers.TemperatureLogitsWarper(0.8)(None, z)
     wanted = warpers.TopPLogitsWarper(0.7)(None, warpers.TopKLogitsWarper(20)(None, wanted)).softmax(-1)
     found = kernels.guided_warp(z, temperature=0.8, top_k=20, top_p=0.7)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.kernels import cases
 from visspec.kernels import accept, attention, commit, groups, growth, neighbours, warp
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -43,10 +44,10 @@ def assert_same_decisions(found, wanted):
     assert torch.allclose(found[3].cpu(), wanted[3].cpu(), atol=1e-5)
 
 
-@pytest.mark.parametrize("case", accept.CASES, ids=ids(accept.CASES))
+@pytest.mark.parametrize("case", cases.ACCEPT, ids=ids(cases.ACCEPT))
 def test_accept_tree(case):
     for seed in SEEDS:
-        arguments = accept.random_case(seed, **case)
+        arguments = cases.accept(seed, **case)
         found = accept.accept_tree_triton(*tree_arguments(to_device(arguments)))
         assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)))
 
@@ -56,7 +57,7 @@ def test_accept_tree(case):
 def test_accept_tree_from_log_distributions(kind, drawn):
     g, drift = torch.Generator().manual_seed(0), 0
     for seed in SEEDS:
-        case = accept.random_case(seed, rows=6, nodes=8, vocabulary=23, drawn=drawn, **kind)
+        case = cases.accept(seed, rows=6, nodes=8, vocabulary=23, drawn=drawn, **kind)
         case["uniforms"] *= 0.5  # long paths
         case["p"] = torch.randn(case["p"].shape, generator=g) * 2.0
         found = accept.accept_tree_device(*tree_arguments(to_device(case)), True)
@@ -69,7 +70,7 @@ def test_accept_tree_from_log_distributions(kind, drawn):
 @pytest.mark.parametrize("kind", [{}, {"drawn": True}, {"near": "delta"}], ids=str)
 def test_depth_and_branch_limits(kind):
     for seed, limits in enumerate([(0, 9), (1, 9), (2, 2), (9, 1)]):
-        arguments = accept.random_case(seed, rows=6, vocabulary=5, **kind)
+        arguments = cases.accept(seed, rows=6, vocabulary=5, **kind)
         arguments["uniforms"] *= 0.5  # long paths
         found = accept.accept_tree_triton(*tree_arguments(to_device(arguments))[:-2], *limits)
         assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)[:-2], *limits))
@@ -77,14 +78,14 @@ def test_depth_and_branch_limits(kind):
 
 def test_ids_outside_the_vocabulary_have_no_mass():
     far = 2**40  # a load from there would not go unnoticed
-    near = neighbours.random_case(0, lam=4.0)
+    near = cases.neighbours(0, lam=4.0)
     near["neighbours"][:, ::2] = torch.tensor([-1, 23, far, -far, 99])
     found = neighbours.neighbour_mass_triton(**to_device(near), row=None).cpu()
     assert torch.allclose(found.double(), neighbours.reference(**near), atol=1e-6) and (found > 0).any()
     bad = torch.tensor([0, far, -far, 23, -1], device=DEVICE)
     assert neighbours.neighbour_mass_triton(**to_device({**near, "token": bad}), row=None)[1:].tolist() == [0.0] * 4
     assert neighbours.neighbour_mass_triton(**to_device(near), row=bad)[1:].tolist() == [0.0] * 4
-    case = {**groups.random_case(0, rows=5, vocabulary=23), "token": bad}
+    case = {**cases.groups(0, rows=5, vocabulary=23), "token": bad}
     masses = groups.grouped_mass_triton(**to_device(case))
     assert all(mass[0] > 0 and mass[1:].tolist() == [0.0] * 4 for mass in masses)
 
@@ -95,13 +96,13 @@ def test_ids_outside_the_vocabulary_have_no_mass():
 def test_accept_tree_ten_thousand_cases(dtype):
     for seed in range(40):
         kind = ({}, {"drawn": True}, {"relaxed": True}, {"near": "lam"})[seed % 4]
-        arguments = accept.random_case(seed, rows=250, nodes=12, vocabulary=50, dtype=dtype, **kind)
+        arguments = cases.accept(seed, rows=250, nodes=12, vocabulary=50, dtype=dtype, **kind)
         found = accept.accept_tree_triton(*tree_arguments(to_device(arguments)))
         assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)))
 
 
 def test_out_of_range_token_is_never_accepted():
-    arguments = to_device(accept.random_case(0, rows=2, nodes=3, vocabulary=5))
+    arguments = to_device(cases.accept(0, rows=2, nodes=3, vocabulary=5))
     arguments["tokens"][:, 1:] = torch.tensor([7, -3], device=DEVICE)
     arguments["parent"] = torch.tensor([-1, 0, 0], device=DEVICE)
     arguments["uniforms"].zero_()
@@ -109,16 +110,16 @@ def test_out_of_range_token_is_never_accepted():
     assert length.tolist() == [1, 1] and path[:, 1:].eq(-1).all() and ((following >= 0) & (following < 5)).all()
 
 
-@pytest.mark.parametrize("case", neighbours.CASES, ids=ids(neighbours.CASES))
+@pytest.mark.parametrize("case", cases.NEIGHBOURS, ids=ids(cases.NEIGHBOURS))
 def test_neighbour_mass(case):
-    arguments = neighbours.random_case(0, **case)
+    arguments = cases.neighbours(0, **case)
     found = neighbours.neighbour_mass_triton(**to_device({"row": None, **arguments}))
     assert torch.allclose(found.cpu().double(), neighbours.reference(**arguments), atol=1e-6)
 
 
-@pytest.mark.parametrize("case", groups.CASES, ids=ids(groups.CASES))
+@pytest.mark.parametrize("case", cases.GROUPS, ids=ids(cases.GROUPS))
 def test_grouped_mass(case):
-    arguments = groups.random_case(0, **case)
+    arguments = cases.groups(0, **case)
     found = torch.stack(groups.grouped_mass_triton(**to_device(arguments)), 1)
     assert torch.allclose(found.cpu().double(), groups.reference(**arguments), atol=1e-6)
 
@@ -130,17 +131,17 @@ def check_commit(arguments):
     assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(kv, wanted))
 
 
-@pytest.mark.parametrize("case", commit.CASES, ids=ids(commit.CASES))
+@pytest.mark.parametrize("case", cases.COMMIT, ids=ids(cases.COMMIT))
 def test_commit_kv(case):
     for seed in SEEDS:
-        check_commit(commit.random_case(seed, **case))
+        check_commit(cases.commit(seed, **case))
 
 
 @pytest.mark.parametrize("count", [3, 99])
 @pytest.mark.parametrize("nodes", [3, 40])
 def test_commit_kv_stays_within_the_path(nodes, count):
     """A count beyond the columns of the path, and more columns than a block."""
-    arguments = commit.random_case(0, nodes=nodes + 2, slots=60)
+    arguments = cases.commit(0, nodes=nodes + 2, slots=60)
     arguments["path"] = torch.tensor([[0, *range(2, nodes + 1)]] * 3)
     arguments["count"] = torch.tensor([count] * 3)
     check_commit(arguments)
@@ -148,7 +149,7 @@ def test_commit_kv_stays_within_the_path(nodes, count):
 
 @pytest.mark.parametrize("nodes", [1, 2, 9, 17])
 def test_ancestors(nodes):
-    parent = attention.random_case(nodes, rows=3, nodes=nodes)["parent"]
+    parent = cases.attention(nodes, rows=3, nodes=nodes)["parent"]
     parent[2, nodes // 2 :] = -1
     found = growth.ancestors_triton(parent.to(DEVICE), nodes - 1)
     assert found.dtype == torch.bool and torch.equal(found.cpu(), growth.ancestors_host(parent, nodes - 1))
@@ -156,9 +157,9 @@ def test_ancestors(nodes):
     assert growth.ancestors_triton(wild, 3)[0].cpu().tolist() == torch.eye(4, dtype=torch.bool).tolist()
 
 
-@pytest.mark.parametrize("case", attention.CASES, ids=ids(attention.CASES))
+@pytest.mark.parametrize("case", cases.ATTENTION, ids=ids(cases.ATTENTION))
 def test_tree_attention(case, splits=2):
-    arguments = to_device({"start": None, "scaling": None, **attention.random_case(0, **case)})
+    arguments = to_device({"start": None, "scaling": None, **cases.attention(0, **case)})
     arguments["ancestors"] = growth.ancestors(arguments.pop("parent"))
     wanted = attention.reference(**arguments)
     # 16-bit outputs are rounded, and tensor cores round the weights: two units in the last place of values near one.
@@ -168,7 +169,7 @@ def test_tree_attention(case, splits=2):
 
 def test_tree_attention_views():
     """As draft passes hand them over: columns of a table, and corners of a larger one."""
-    arguments = to_device(attention.random_case(1, rows=3, nodes=5, padded=True))
+    arguments = to_device(cases.attention(1, rows=3, nodes=5, padded=True))
     own = growth.ancestors(arguments.pop("parent"))
     table = torch.stack([arguments.pop("length"), arguments.pop("start"), torch.full((3,), 99, device=DEVICE)], dim=1)
     wide = torch.ones(3, 7, 9, dtype=torch.bool, device=DEVICE)
@@ -183,8 +184,8 @@ def test_tree_attention_views():
     assert torch.allclose(one, wanted, atol=1e-5)
 
 
-WARPS = [(case, False, scores) for case in warp.CASES for scores in (False, True)]
-WARPS += [(case, True, scores) for n, case in enumerate(warp.CASES) for scores in (False, True)
+WARPS = [(case, False, scores) for case in cases.WARP for scores in (False, True)]
+WARPS += [(case, True, scores) for n, case in enumerate(cases.WARP) for scores in (False, True)
           if "top_p" not in case or scores == (n % 2 == 0)]  # in turn where a call takes a second  # fmt: skip
 
 
@@ -196,7 +197,7 @@ def test_guided_warp(case, blocks, scores, monkeypatch):
         few = next(size for size in (16, 128, 1024) if case.get("vocabulary", 0) <= 8 * size)
         monkeypatch.setattr(warp, "BLOCK", few)
         case = {**case, "rows": min(case.get("rows", 2), 2)}  # a row is a program, and takes a second
-    arguments = warp.random_case(0, **case)
+    arguments = cases.warp(0, **case)
     full = {"guidance": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "scores": scores, **arguments}
     found = warp.guided_warp_triton(**to_device(full)).cpu()
     wanted = warp.reference(**full)

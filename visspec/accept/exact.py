@@ -39,7 +39,6 @@ def follow(draft: Draft, chosen_BN: Tensor) -> Verdict:
     """Return the path of nodes that equal the target's tokens, and the first token without a node.
 
     Args:
-        draft: The draft.
         chosen_BN: The target's token after every node.
     """
     tree = draft.tree

@@ -54,11 +54,7 @@ class Lantern(Rejection):
         self.table_Vk: Tensor | None = None
 
     def bind(self, capabilities: Capabilities) -> None:
-        """Find the neighbours of each code. Called on a copy of the user's rule when a setup is built.
-
-        Args:
-            capabilities: Those of the target, which needs a codebook.
-        """
+        """Find the neighbours of each code. Called on a copy of the user's rule when a setup is built."""
         codes = codebook.require_codebook(capabilities, type(self).__name__, self.k)
         self.table_Vk = codebook.neighbours(codes, self.k, capabilities.vocab)
 
@@ -95,12 +91,7 @@ class Lantern(Rejection):
         return mass_R.view_as(x_BD)
 
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
-        """Return the verdict of greedy decoding: accept a code if it and its neighbours outweigh the likeliest code.
-
-        Args:
-            draft: The draft.
-            scores: The target's distributions after every node.
-        """
+        """Return the verdict of greedy decoding: accept a code if it and its neighbours outweigh the likeliest code."""
         if draft.tree.size == 1:
             return super().greedy(draft, scores)
         distribution = categorical(scores.distribution)

@@ -55,11 +55,7 @@ class Local(Acceptance):
         self.near_Vk: Tensor | None = None
 
     def bind(self, capabilities: Capabilities) -> None:
-        """Find the neighbours of each code. Called on a copy of the user's rule when a setup is built.
-
-        Args:
-            capabilities: Those of the target, which needs a codebook.
-        """
+        """Find the neighbours of each code. Called on a copy of the user's rule when a setup is built."""
         codes = codebook.require_codebook(capabilities, "Local", self.k, itself=True)
         ids_V1 = torch.arange(capabilities.vocab, device=codes.device)[:, None]
         near_Vk = codebook.neighbours(codes, self.k - 1, capabilities.vocab) if self.k > 1 else ids_V1[:, :0]

@@ -49,7 +49,6 @@ class Rejection(Acceptance):
         """Return the mass (B, N) added to each node's probability given its parent; None for the exact rule.
 
         Args:
-            draft: The draft.
             p_BNV: Warped distributions of the target after every node.
         """
         return None
@@ -58,18 +57,12 @@ class Rejection(Acceptance):
         """Return the arguments of `kernels.accept_tree` for this rule.
 
         Args:
-            draft: The draft.
             p_BNV: Warped distributions of the target after every node.
         """
         return {"mass": self.mass(draft, p_BNV)}
 
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
-        """Return the verdict of greedy decoding: accept the argmax at each node.
-
-        Args:
-            draft: The draft.
-            scores: The target's distributions after every node.
-        """
+        """Return the verdict of greedy decoding: accept the argmax at each node."""
         verdict = Exact()(draft, scores, None)
         return replace(verdict, drift=torch.zeros_like(verdict.length, dtype=torch.float)) if self.relaxed else verdict
 
@@ -84,7 +77,6 @@ class Rejection(Acceptance):
         """Return the verdict under distributions p, or with `logs` (a lazy rule) under the softmax of p.
 
         Args:
-            draft: The draft.
             p_BNV: Distributions after every node, or with `logs` their logits.
             coins_BN: Uniform numbers of the tests.
             draw_B: Uniform numbers of the final sample.

@@ -21,7 +21,7 @@ from visspec.io.checkpoint import PICKLED, check_folder, first_line, read_json, 
 from visspec.io.convert_checkpoint import convert as as_safetensors
 from visspec.models.chameleon.layout import write_with_codec
 from visspec.models.eagle.lantern import family_of_layout
-from visspec.models.image_codes.families import family_of
+from visspec.models.image_codes.family import family_of
 from visspec.models.image_codes.text_features import T5Features
 from visspec.registry import DRAFTER
 

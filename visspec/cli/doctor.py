@@ -49,7 +49,7 @@ def kernel_lines(cuda: bool) -> list[str]:
     import torch
 
     from visspec.io.provenance import driver_version
-    from visspec.models.attention import draft_attention
+    from visspec.models.attention import draft_attention, pass_inputs
 
     lines, place = [], "torch (no CUDA device)"
     if cuda:
@@ -64,6 +64,6 @@ def kernel_lines(cuda: bool) -> list[str]:
     return [
         *lines,
         f"kernels: {place}",
-        f"draft passes of 16-bit models attend by: {draft_attention.Backend(name, why=why)}",
+        f"draft passes of 16-bit models attend by: {pass_inputs.Backend(name, why=why)}",
         f"CUDA graphs: {'recorded on this device where asked for' if cuda else 'none without a CUDA device'}",
     ]

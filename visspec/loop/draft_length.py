@@ -222,26 +222,17 @@ class DraftLengthPolicy:
         self.levels = levels
 
     def limit(self, state: State) -> int:
-        """Return the maximum levels of this round's draft. One token of the budget is reserved for the target's own.
-
-        Args:
-            state: The request.
-        """
+        """Return the maximum levels of this round's draft. One token of the budget is reserved for the target's own."""
         return max(min(self.levels, state.budget - 1), 0)
 
     def depth(self, state: State) -> int:
-        """Return the levels to draft in this round, 0 for none, and store them in `state.trace.requested`.
-
-        Args:
-            state: The request.
-        """
+        """Return the levels to draft in this round, 0 for none, and store them in `state.trace.requested`."""
         raise NotImplementedError
 
     def pad(self, state: State, nodes: int) -> int:
         """Return a size to which to pad a draft of `nodes` nodes, because a pass of that size is faster.
 
         Args:
-            state: The request.
             nodes: Nodes of the draft, with the pending token.
         """
         return nodes

@@ -14,7 +14,7 @@ import os
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from visspec.cache import to_device
 from visspec.distributions import check_tensor
 from visspec.grammar import fill, fixed_ids
 from visspec.types import FREE, MAX_NODES, Capabilities, Draft, Drafter, Outcome, Scores, State, Verdict
+
+T = TypeVar("T")
 
 
 class SafeDrafter(Drafter):
@@ -88,8 +90,8 @@ class SafeDrafter(Drafter):
             self._warn(self.inner.propose, f"{refused} drafted nodes had an invalid value or distribution", None)
 
     def _try(
-        self, state: State, method: Callable[..., Any], *arguments: object, check: Callable[..., Any] | None = None
-    ) -> Any:
+        self, state: State, method: Callable[..., T], *arguments: object, check: Callable[..., T] | None = None
+    ) -> T | None:
         """Call a method of the drafter and check the result. Returns None once it has failed in this request."""
         if not state.drafting:
             return None
@@ -104,7 +106,7 @@ class SafeDrafter(Drafter):
             self._warn(method, f"{type(error).__name__}: {error}", error)
             return None
 
-    def _warn(self, method: Callable[..., Any], what: str, error: Exception | None) -> None:
+    def _warn(self, method: Callable, what: str, error: Exception | None) -> None:
         """Warn once, with the line of the drafter that raised the error, or else the first line of the method."""
         if self.warned:
             return

@@ -56,7 +56,6 @@ class Stats:
         """Compute the statistics of a finished state. Pieces are text with a tokenizer, ids without.
 
         Args:
-            state: The finished request.
             setup: The setup that decoded it.
             tokenizer: Turns ids into text; None for ids.
         """

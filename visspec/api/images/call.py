@@ -18,8 +18,7 @@ from tqdm import tqdm
 from visspec.api.text import requests
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import COLOURS, Stats
-from visspec.models.image_codes.families import prompt_of
-from visspec.models.image_codes.target import EncodedPrompt, Family, ImageLayout
+from visspec.models.image_codes.family import EncodedPrompt, Family, ImageLayout, prompt_of
 from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, Order, Processor, Request, Sampling, State, Trace
 

@@ -41,8 +41,7 @@ from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import DecodingSetup, build_setup
 from visspec.loop.stats import Stats
 from visspec.loop.visits import VisitOrder
-from visspec.models.image_codes.families import family_of
-from visspec.models.image_codes.target import Family
+from visspec.models.image_codes.family import Family, family_of
 from visspec.models.lowres.drafter import LowRes
 from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, DrafterTraits, Order, Processor, Sampling, State, Target

@@ -25,7 +25,7 @@ from transformers import (
 from transformers.generation import EosTokenCriteria, GenerateDecoderOnlyOutput, MaxLengthCriteria
 
 from visspec.api.text.processors import at_any_prefix
-from visspec.models.attention.slot_layers import CACHE, CACHE_NAMES
+from visspec.models.attention.pass_inputs import CACHE, CACHE_NAMES
 from visspec.types import Processor, Request, Sampling, State, Tokenizer
 
 PROMPT = ("input_ids", "inputs", "inputs_embeds")

@@ -36,7 +36,7 @@ from visspec.io.provenance import provenance
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
 from visspec.models.eagle.image_drafter import CaptureTarget
-from visspec.models.image_codes.target import ImageLayout
+from visspec.models.image_codes.family import ImageLayout
 from visspec.train.loop import Trainer, checkpoint
 from visspec.types import Request
 
