@@ -2,11 +2,13 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from PIL import Image
 
 from tests.doubles import one_sentence
+from visspec.api.sources import Record
 from visspec.cli import bench_caption, bench_data
 from visspec.cli.main import main
 
@@ -35,10 +37,10 @@ def measured(home, *more, limit="6"):
 
 
 def test_three_formats(home):
-    first, second, third = bench_data.read(written(home, MMSPEC, "", SPEED, VLLM), 9)
-    assert first == bench_data.Prompt("chart", "what is here ?", [home / "a.png"], 1)
-    assert second == bench_data.Prompt("coding", "write a loop", [], 0)
-    assert third == bench_data.Prompt("custom_mm", "compare them", [home / "a.png", home / "b.png"], 0)
+    first, second, third = bench_data.read(file := written(home, MMSPEC, "", SPEED, VLLM), 9)
+    assert first == Record(f"{file}:1", [home / "a.png"], "what is here ?", category="chart")
+    assert second == Record(f"{file}:3", [], "write a loop", category="coding")
+    assert third == Record(f"{file}:4", [home / "a.png", home / "b.png"], "compare them", category="custom_mm")
     assert len(bench_data.read(written(home, MMSPEC, SPEED, "[broken"), 2)) == 2
 
 
@@ -63,8 +65,7 @@ def test_speed_by_category(home, captioner, capsys):
     found = record["categories"]
     assert {name: row["compared"] for name, row in found.items()} == {"chart": 2, "photo": 1, "custom_mm": 1}
     assert all(row["identical"] == row["compared"] and row["tau"] >= 1 for row in found.values())
-    assert record["turns_left_out"] == 3 and record["n_prompts"] == 4
-    assert "3 later turns are skipped" in " ".join(capsys.readouterr().out.split())
+    assert record["n_prompts"] == 4 and "prompts by category" in capsys.readouterr().out
     assert main(["bench", "caption", "--data", str(file), "--batch-size", "2"]) == 2
     assert "data: --batch-size above 1 can't be combined with --data" in capsys.readouterr().err
 
@@ -86,9 +87,9 @@ def test_photos_by_category(source, home):
 def test_texts_alone_and_several_images(home, captioner):
     model, processor = captioner
     data = bench_data.read(written(home, {**SPEED, "turns": ["what is there ?"]}, VLLM), 9)
-    images = [[Image.open(path) for path in prompt.images] for prompt in data]
-    options = bench_caption.Options(max_new_tokens=4)
-    record = bench_caption.bench_caption(model, processor, images, options, ["ngram"], data=data)
+    prompts = [replace(record, image=[Image.open(path) for path in record.image]) for record in data]
+    options = bench_caption.Options(max_new_tokens=4, drafter=["ngram"])
+    record = bench_caption.bench_prompts("caption", model, processor, prompts, prompts[:1], options)
     assert record["identical"] == record["compared"] == 2 and not record["failures"]
     assert record["thumbnails"][0] is None and record["thumbnails"][1]
 
@@ -104,4 +105,4 @@ def test_several_drafters_and_a_stream(home, captioner, capsys):
     assert "plain" in record["baselines"] and not any(name.startswith("ours") for name in record["baselines"])
     assert record["items_per_second"] > 0 and record["over_transformers"] > 0
     said = capsys.readouterr()
-    assert "c.png" in said.err and "images / s" in said.out and "context" in said.out
+    assert "c.png" in said.err and "prompts / s" in said.out and "context" in said.out

@@ -7,9 +7,9 @@ import torch
 
 from visspec.cli import bench_sizes
 from visspec.cli.main import main
-from visspec.models.attention import draft_attention, pass_inputs
+from visspec.models.attention import pass_inputs
 
-OPTIONS = "--tiny --prompt 12 --max-new-tokens 72 --repeats 1 --dtype float32 --levels 5".split()
+OPTIONS = "--sizes tiny --prompt 12 --max-new-tokens 72 --repeats 1 --dtype float32 --levels 5".split()
 COMMON = {
     "bench", "guarantee", "drafter", "acceptance", "n_prompts", "max_new_tokens", "temperature", "seed", "identical",
     "compared", "provenance", "rows", "failures",
@@ -17,46 +17,37 @@ COMMON = {
 ROW = {
     "size", "layers", "arm", "batch_size", "tau", "expected_tau", "given_acceptance", "speedup", "speedup_ci95",
     "speedup_decode_only", "decode_over_transformers_static", "decode_over_plain", "identical", "compared", "law_error",
-    "attention", "compiled", "failures", "ms_per_token", "ms_per_round", "pass_ms", "host_share", "bytes_bound",
+    "attention", "failures", "ms_per_token", "pass_ms", "host_share", "bytes_bound",
 }  # fmt: skip
-DRAFTED = {"ideal_speedup", "measured_over_ideal", "verify_over_plain", "draft_over_plain", "host_over_plain",
-           "over_pass"}  # fmt: skip
+DRAFTED = {"ideal_speedup", "verify_over_plain", "draft_over_plain", "host_over_plain", "over_pass"}
 ARMS = ["transformers_generate", "transformers_static", "plain", "oracle 0.6", "oracle 1", "policy 0.6", "policy 1"]
 
 
-def tiny(name="qwen2.5-vl-7b", batch=2, **changes):
-    size = bench_sizes.SIZES[name]
-    size = size._replace(**bench_sizes._fitting(size, {**bench_sizes.TINY, **changes}))
-    return bench_sizes.SizeCase(size.model("cpu", torch.float32, 120), batch, 12, 40, 5)
-
-
-def options(size, batch, **more):
-    more |= {"acceptance": [0.5], "prompt": 8, "repeats": 1, "tiny": True, "dtype": "float32"}
-    return bench_sizes.Options(sizes=[size], batch=batch, **more)
+def tiny(batch=2):
+    return bench_sizes.SizeCase(bench_sizes.SIZES["tiny"].model("cpu", torch.float32, 120), batch, 12, 40, 5)
 
 
 def test_it_writes_what_it_measured(tmp_path, capsys):
     file = tmp_path / "sizes.json"
-    argv = [*OPTIONS, "--sizes", "qwen2.5-vl-7b", "llamagen-xl", "--batch", "3", "--acceptance", "0.6", "1"]
+    argv = [*OPTIONS, "--batch", "3", "1", "--acceptance", "0.6", "1"]
     assert main(["bench", "sizes", *argv, "--json", str(file)]) == 0
     record = json.loads(file.read_text())
     rows = record["rows"]
     assert record.keys() >= COMMON and record["bench"] == "sizes" and record["random_weights"]
-    assert record["provenance"]["dtype"] == "float32" and record["identical"] == record["compared"] == 2 * 3 * 7
-    assert [(r["size"], r["batch_size"]) for r in rows[::7]] == [("qwen2.5-vl-7b", 3), ("llamagen-xl", 3)]
+    assert record["provenance"]["dtype"] == "float32" and record["identical"] == record["compared"] == 4 * 7
+    assert [(r["size"], r["batch_size"]) for r in rows[::7]] == [("tiny", 3), ("tiny", 1)]
     assert [r["arm"] for r in rows] == ARMS * 2
     for row in rows:
         assert row.keys() >= ROW and not row["failures"] and row["law_error"] < 1e-4 and row["layers"] == 2
         assert row["identical"] == row["compared"] == row["batch_size"] and row["speedup"] > 0
-        assert all(row[name] is None for name in ("ms_per_token", "ms_per_round", "pass_ms", "host_share"))
-        assert not row["compiled"] and row["attention"] == "a mask over stored keys (no CUDA device)"
+        assert all(row[name] is None for name in ("ms_per_token", "pass_ms", "host_share"))
+        assert row["attention"] == "a mask over stored keys (no CUDA device)"
         drafted, paced = row["arm"].startswith(("oracle", "policy")), row["arm"].startswith("policy")
         assert row["bytes_bound"] > 0 and (0 < row.get("length_share", 0) < 1.2) == paced
         assert (row["tau"] is not None) == drafted == (row.keys() >= DRAFTED)
         if drafted:
             cost = row["verify_over_plain"] + row["draft_over_plain"] + row["host_over_plain"]
             assert row["ideal_speedup"] == pytest.approx(row["tau"] / cost)
-            assert row["over_pass"] == pytest.approx(row["measured_over_ideal"] * row["ideal_speedup"])
     found = [row for row in rows if row["arm"] == "oracle 0.6"]
     assert all(abs(row["expected_tau"] - 2.38) < 0.01 for row in found)
     rounds = sum(row["compared"] * 71 / row["tau"] for row in found)  # 71: the first token is the prefill's
@@ -65,15 +56,6 @@ def test_it_writes_what_it_measured(tmp_path, capsys):
     assert surely == [pytest.approx(71 / 12)] * 2  # six a pass, the last one shorter
     out = capsys.readouterr().out
     assert "random weights" in out and "ms a token" not in out  # ratios on a CPU
-
-
-@pytest.mark.parametrize("way", ["mask", "tree"])
-def test_a_way_of_attention_can_be_asked_for(way, monkeypatch):
-    seen, by_tree = [], draft_attention.by_tree
-    monkeypatch.setattr(draft_attention, "by_tree", lambda *args: seen.append(1) or by_tree(*args))
-    record = bench_sizes.bench_sizes(options("qwen2.5-vl-7b", [2], max_new_tokens=12, attention=way))
-    assert bool(seen) == (way == "tree") and record["identical"] == record["compared"] == 10
-    assert all(row["attention"] == pass_inputs.WORDS[way] and row["law_error"] < 1e-4 for row in record["rows"])
 
 
 def test_a_gpu_gets_times(monkeypatch):
@@ -85,9 +67,6 @@ def test_a_gpu_gets_times(monkeypatch):
     for row in rows:
         assert row["bytes_bound"] == pytest.approx(weights / row["pass_ms"] / 1e6)
         assert 0 < row["host_share"] <= 1 and row["ms_per_token"] > 0
-        assert (row["ms_per_round"] is not None) == (row["arm"] in ("plain", "oracle 0.8", "policy 0.8"))
-        assert row["compiled"] == (row["arm"] == "transformers_static")
-    assert rows[3]["ms_per_round"] / rows[3]["ms_per_token"] == pytest.approx(rows[3]["tau"])
     assert rows[3]["over_pass"] == pytest.approx(rows[3]["pass_ms"] / rows[3]["ms_per_token"])
     view = bench_sizes.view({"rows": rows, "prompt": 12, "max_new_tokens": 40})
     assert [column.header for column in view.columns][-3:] == ["ms a token", "pass, ms", "host"]
@@ -95,7 +74,7 @@ def test_a_gpu_gets_times(monkeypatch):
 
 def test_sizes_are_those_of_the_models():
     found = {}
-    for name, size in bench_sizes.SIZES.items():
+    for name, size in [*bench_sizes.SIZES.items()][:-1]:
         with torch.device("meta"):
             config = size.config(256)
             model = size.build()(config)
@@ -122,8 +101,9 @@ def test_what_does_not_fit_is_named_and_the_rest_stays(monkeypatch):
         return ours(self, ids, new, **more)
 
     monkeypatch.setattr(bench_sizes.SizeCase, "ours", full)
-    record = bench_sizes.bench_sizes(options("llamagen-xl", [3, 1], max_new_tokens=6))
+    sizes = {"sizes": ["tiny"], "batch": [3, 1], "max_new_tokens": 6, "prompt": 8, "dtype": "float32"}
+    record = bench_sizes.bench_sizes(bench_sizes.Options(**sizes, acceptance=[0.5], repeats=1))
     assert [row["batch_size"] for row in record["rows"]] == [1] * 5
     (failure,) = record["failures"]
-    assert failure.startswith("llamagen-xl, batch 3: prompt 0: OutOfMemoryError: CUDA")
+    assert failure.startswith("tiny, batch 3: prompt 0: OutOfMemoryError: CUDA")
     assert failure in bench_sizes.view(record).caption

@@ -94,22 +94,16 @@ def test_globs_lines_and_shards(folder, tmp_path, capsys):
 
 
 def linked_shard(path, files, links):
-    """A tar of files by name, with links (name, kind, what it stands for) in front of them and behind them."""
+    """A tar of files by name, with links (name, kind, what it stands for): symbolic ones first, others last."""
+    entries = [(name, kind, to, b"") for name, kind, to in links]
+    entries += [(name, tarfile.REGTYPE, "", data) for name, data in files.items()]
     with tarfile.open(path, "w") as shard:
-        for name, kind, to in links:
+        for name, kind, to, data in sorted(
+            entries, key=lambda one: {tarfile.SYMTYPE: 0, tarfile.REGTYPE: 1}.get(one[1], 2)
+        ):
             info = tarfile.TarInfo(name)
-            info.type, info.linkname = kind, to
-            if kind == tarfile.SYMTYPE:
-                shard.addfile(info)
-        for name, data in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
+            info.type, info.linkname, info.size = kind, to, len(data)
             shard.addfile(info, io.BytesIO(data))
-        for name, kind, to in links:
-            info = tarfile.TarInfo(name)
-            info.type, info.linkname = kind, to
-            if kind != tarfile.SYMTYPE:
-                shard.addfile(info)
     return path
 
 

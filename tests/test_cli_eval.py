@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 from PIL import Image
 
 from tests import tiny_clip
+from tests.doubles import refused
 from visspec.cli.main import main
 from visspec.eval.metrics import geneval
 from visspec.io import included
@@ -35,13 +35,6 @@ def measured(tmp_path: Path, *arguments: object, code: int = 0) -> dict:
     row = json.loads(out.read_text())
     assert {"metric", "value", "n", "provenance"} <= set(row) and row["provenance"]["torch"]
     return row
-
-
-def refused(capsys, *arguments: object) -> str:
-    assert main(["eval", *map(str, arguments)]) == 2
-    said = capsys.readouterr().err.strip()
-    assert said.startswith("visspec: ") and "\n" not in said and ("expected" in said or "is not installed" in said)
-    return said
 
 
 @pytest.fixture(scope="module")
@@ -111,23 +104,18 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, clip):
     unreadable = pictures(tmp_path / "bad", 4)
     for path in unreadable.iterdir():
         path.write_bytes(b"no image")
-    assert "reference" in refused(capsys, "fid", a, tmp_path / "empty")
-    assert "of 3 images, expected at least 4" in refused(capsys, "fid", a, three)
-    assert "generated: got" in refused(capsys, "fid", tmp_path / "none", a)
-    assert "no image" in refused(capsys, "fid", unreadable, a)
-    assert "extractor: got 'nothing'" in refused(capsys, "fid", a, a, "--extractor", "nothing")
-    assert "detector: got 'eyes'" in refused(capsys, "geneval", a, "--detector", "eyes")
+    assert "reference" in refused(capsys, "eval", "fid", a, tmp_path / "empty")
+    assert "of 3 images, expected at least 4" in refused(capsys, "eval", "fid", a, three)
+    assert "generated: got" in refused(capsys, "eval", "fid", tmp_path / "none", a)
+    assert "no image" in refused(capsys, "eval", "fid", unreadable, a)
+    assert "extractor: got 'nothing'" in refused(capsys, "eval", "fid", a, a, "--extractor", "nothing")
+    assert "detector: got 'eyes'" in refused(capsys, "eval", "geneval", a, "--detector", "eyes")
     other = lines(tmp_path / "other.jsonl", [{"image": "z.png", "prompt": "a photo of a circle"}])
-    assert "none of the 1 images" in refused(capsys, "geneval", a, "--prompts", other)
+    assert "none of the 1 images" in refused(capsys, "eval", "geneval", a, "--prompts", other)
     strange = lines(tmp_path / "s.jsonl", [{"image": "0.png", "prompt": "an astronaut"}])
-    assert "--prompts" in refused(capsys, "geneval", a, "--prompts", strange)
-    assert "no image of" in refused(capsys, "clipscore", a, "--prompts", other, "--model", clip)
+    assert "--prompts" in refused(capsys, "eval", "geneval", a, "--prompts", strange)
+    assert "no image of" in refused(capsys, "eval", "clipscore", a, "--prompts", other, "--model", clip)
     (tmp_path / "half.json").write_text("{")
-    assert "--prompts: got" in refused(capsys, "clipscore", a, "--prompts", tmp_path / "half.json", "--model", clip)
-
-
-def test_missing_package_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch_fidelity", None)
-    expected = "is not installed. Run pip install 'visspec[eval]'."
-    assert f"kid: torch_fidelity {expected}" in refused(capsys, "kid", tmp_path, tmp_path)
-    assert "generated: got" in refused(capsys, "fid", tmp_path / "none", tmp_path)  # does not need it
+    assert "--prompts: got" in refused(
+        capsys, "eval", "clipscore", a, "--prompts", tmp_path / "half.json", "--model", clip
+    )

@@ -132,8 +132,18 @@ def test_images_with_guidance_in_two_graphs(pipe):
     assert [(p.graphs, p.late, p.refused) for p in passes] == [(2, 0, "")]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("moved", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_changed_model_is_compiled_again(monkeypatch):
+    made, model, inputs = [], llama(seed=13, num_hidden_layers=1), ids_of(14)
+    monkeypatch.setattr(compiled.CompiledFunctions, "compile", lambda _, function: made.append(function) or function)
+    quick, layer = visspec.accelerate(model, "ngram", compile=True, adaptive=False), model.model.layers[0].mlp
+    for count in (1, 2):
+        assert torch.equal(quick.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY))
+        assert len(made) == count and quick.target.passes.ready == {False}
+        layer.up_proj = torch.nn.Sequential(layer.up_proj, torch.nn.Tanh())
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("moved", [False, True])
 def test_moved_or_changed_model_recompiles(moved):
     model = llama(seed=13, num_hidden_layers=1)
     quick = visspec.accelerate(model, "ngram", compile=True, adaptive=False)

@@ -12,6 +12,7 @@ import visspec
 from tests.tiny import model_of, prompt, shapes
 from visspec.api.sources import Record
 from visspec.cli import bench_text
+from visspec.cli.bench_caption import bench_prompts
 from visspec.loop.draft_length import SIZES, VAIN, AdaptiveLength, CostTable, FixedLength
 from visspec.models.lookup import context, text_index
 from visspec.models.lookup.context import FIRST_ANSWER, LENGTHS, MATCHES, ContextDrafter, Memory, RowContext, Shared
@@ -283,6 +284,9 @@ def asked(text, category):
 class Letters:
     chat_template = None
 
+    def decode(self, ids, **_):
+        return " ".join(map(str, ids))
+
     def __call__(self, text, return_tensors, padding):
         width = max(map(len, text))
         rows = [[0] * (width - len(one)) + [ord(letter) % 50 + 3 for letter in one] for one in text]
@@ -290,22 +294,24 @@ class Letters:
         return BatchEncoding({"input_ids": ids, "attention_mask": (ids > 0).long()})
 
 
-def test_bench_text_has_a_row_an_arm_and_kind():
-    options = bench_text.Options(model="tiny", max_new_tokens=12)
-    prompts = [asked("abcabcabc", "a"), asked("hello hello", "b")]
-    found = bench_text.bench_text(model_of("llama"), Letters(), prompts, options, ["context"])
-    arms = ("generate_static", "prompt_lookup", "plain", "context")
-    assert [(row["name"], row["kind"]) for row in found["rows"]] == [(a, k) for a in arms for k in ("all", "a", "b")]
-    assert not found["failures"] and all(row["identical"] == row["compared"] == row["n"] for row in found["rows"])
-    assert all(("tau" in row) == (row["name"] in ("plain", "context")) for row in found["rows"])
+def bench(texts, tokenizer=None, **options):
+    prompts = [asked(text, category) for text, category in texts]
+    options = bench_text.Options(model="tiny", max_new_tokens=12, drafter=["context"], **options)
+    warm = [asked(f"warm up {i}", "") for i in range(2)]
+    return bench_prompts("text", model_of("llama"), tokenizer or Letters(), prompts, warm, options)
+
+
+def test_bench_text_has_categories():
+    found = bench([("abcabcabc", "a"), ("hello hello", "b")])
+    assert [*found["baselines"]] == ["transformers_generate", "plain", "transformers_prompt_lookup"]
+    assert {name: row["identical"] for name, row in found["categories"].items()} == {"a": 1, "b": 1}
+    assert found["bench"] == "text" and found["identical"] == found["compared"] == 2 and not found["failures"]
 
 
 def test_bench_text_in_batches_and_a_stream():
-    options = bench_text.Options(model="tiny", max_new_tokens=12, batch_size=2, stream=True)
-    prompts = [asked(text, "a") for text in ("abcabcabc", "hello hello", "a b c")]
-    found = bench_text.bench_text(model_of("llama"), Letters(), prompts, options, ["context"])
-    rows = [(row["name"], row["kind"], row["n"], row["identical"]) for row in found["rows"]]
-    assert rows == [(name, "all", 2, 2) for name in ("generate_static", "plain", "context")]
+    found = bench([(text, "a") for text in ("abcabcabc", "hello hello", "a b c")], batch_size=2, stream=True)
+    assert [*found["baselines"]] == ["transformers_generate", "plain"] and "categories" not in found
+    assert found["identical"] == found["compared"] == 2
     assert found["items_per_second"] > 0 and found["over_transformers"] > 0
 
 
@@ -318,8 +324,6 @@ def test_bench_text_measures_no_prompt_twice():
             asked.extend(text)
             return super().__call__(text, **more)
 
-    options = bench_text.Options(model="tiny", max_new_tokens=8)
-    prompts = [Record("a", prompt="abcdefgh"), Record("b", prompt="the quick brown fox")]
-    found = bench_text.bench_text(model_of("llama"), Listening(), prompts, options, ["context"])
-    assert asked[:2] == [prompt.prompt for prompt in prompts] and len(set(asked)) == len(asked) > 2
+    found = bench([("abcdefgh", ""), ("the quick brown fox", "")], Listening())
+    assert asked[:2] == ["abcdefgh", "the quick brown fox"] and len(set(asked)) == len(asked) > 2
     assert found["n_prompts"] == 2

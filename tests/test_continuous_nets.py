@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaModel
 
@@ -158,20 +156,6 @@ def test_mar_loads_as_published(published, network, counts):
 
     x, t = torch.randn(3, 4), torch.tensor([0.0, 7.0, 999.0])
     torch.testing.assert_close(network.head(x, t, found[:, 5]), reference.head(x, t, wanted[:, 5]), rtol=0, atol=1e-5)
-
-
-@torch.no_grad()
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.integers(0, 9), min_size=2, max_size=5), st.integers(0, 2**31))
-def test_a_row_of_mar_does_not_see_the_others(counts, seed):
-    torch.manual_seed(seed)
-    network, rows = mar.MAR(SMALL).eval(), len(counts)
-    values, labels = torch.randn(rows, 9, 4), torch.arange(rows) - 1
-    known = torch.rand(rows, 9).argsort(dim=1).argsort(dim=1) < torch.tensor(counts)[:, None]
-    together = mar_conditions(network, values, known, labels)
-    for b in range(rows):
-        alone = mar_conditions(network, values[b : b + 1], known[b : b + 1], labels[b : b + 1])
-        torch.testing.assert_close(together[b : b + 1], alone, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ MISTAKES = {
     "bench caption --model {}": "Pass --images of yours",
     "bench sizes --sizes gpt": "llamagen-xl",
     "bench sizes --acceptance 1.2": "got 1.2, expected a probability",
-    "bench sizes --layers 0": "expected a whole number of at least 1",
-    "bench sizes --tiny --max-new-tokens 1": "max_new_tokens: got 1, expected at least 2",
+    "bench sizes --levels 0": "expected a whole number of at least 1",
+    "bench sizes --sizes tiny --max-new-tokens 1": "max_new_tokens: got 1, expected at least 2",
     "bench image --methods coupled": "unknown argument --methods, expected one such as --method",
     "eval fdi a b": "expected fid, kid, clipscore, geneval",
     "train draffter": "got draffter, expected drafter",
@@ -118,6 +118,8 @@ MISSING = {  # packages of an extra that a command needs
     "caption {}/photo.png --out x.parquet": "pyarrow",
     "caption {}/photo.png --ray --out x.jsonl": "ray",
     "generate x --ray --out x": "ray",
+    "eval kid {} {}": "torch_fidelity",
+    "serve": "openai",
 }
 
 

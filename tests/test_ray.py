@@ -16,6 +16,7 @@ from visspec.api import distributed, sources
 from visspec.api.distributed import Attempts, Job, RayWorker, ReadTask
 from visspec.api.loading import load
 from visspec.api.sources import Record, seed_of
+from visspec.cli.generate import Options, RecordImages
 from visspec.cli.main import main
 from visspec.presets import write_preset
 
@@ -100,12 +101,10 @@ def test_prompts_are_lines_or_objects(tmp_path):
         sources.prompts(tmp_path / "none")
 
 
-def test_bad_prompt_is_error_record(pipe):
-    from visspec.cli.generate_ray import RecordImages
-
+def test_bad_prompt_is_error_record(folder):
     prompts = {"a": "a ring", "long": "ring " * 500, "odd": "a \ud800"}
     records = [*(Record(id, prompt=text) for id, text in prompts.items()), Record("none", error="none: no prompt")]
-    drawing = RecordImages(pipe, {"batch_size": 2, "temperature": 1.0}, seed=5)
+    drawing = RecordImages(Options(prompt=[], model=str(folder), batch_size=2, temperature=1.0, seed=5))
     found = {row["id"]: row for row in drawing(records)}
     assert set(found["a"]) == set(found["long"]) and found["none"]["error"] == "none: no prompt"
     assert found["long"]["error"].startswith("long: ") and found["long"]["image"] is None
@@ -211,15 +210,13 @@ def test_captions_of_two_processes(cluster, tmp_path, capsys):
 
 
 @pytest.mark.nightly
-def test_images_of_two_processes(cluster, pipe, folder, tmp_path, capsys):
-    from visspec.cli.generate_ray import RecordImages
-
+def test_images_of_two_processes(cluster, folder, tmp_path, capsys):
     out = tmp_path / "out"
     argv = ["generate", "a ring", "a cube", "-n", "2", "--ray", "--batch-size", "1", "--out", str(out), "--seed", "5"]
     for said in ("4 records, 0 of them failed;", "0 records, 0 of them failed, 4 were there\n"):
         assert main([*argv, "--model", str(folder)]) == 0 and said in capsys.readouterr().out
     records = [Record(f"{text}#{k}", prompt=text) for text in ("a ring", "a cube") for k in range(2)]
-    drawing = RecordImages(pipe, {"batch_size": 1}, 5)  # pixels round by the size of a batch
+    drawing = RecordImages(Options(prompt=[], model=str(folder), batch_size=1, seed=5))  # pixels round by batch size
     for row, found in zip(drawing(records), map(captions(out / "images.jsonl").get, (r.id for r in records))):
         assert (out / found["image"]).read_bytes() == row["image"] and found | {"image": None} == row | {"image": None}
     read = list(sources.records([out / "images.jsonl"]))  # for `visspec caption`

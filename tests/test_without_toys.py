@@ -56,7 +56,7 @@ REFUSED = {
     ("demo",): r"world: got 'shapes', but no scenes are included without visspec\.toys\.",
 }
 TOY_WORDS = re.compile(r"captioner|painter|emoji|\btoys\b|rendered shapes|shape[- ]world|[\"']shapes[\"']", re.I)
-MAY_NAME = {"visspec/toys", "visspec/cli/demo.py", "visspec/cli/race.py", "visspec/io/included.py"}
+MAY_NAME = {"visspec/toys", "visspec/cli/demo.py", "visspec/io/included.py"}
 
 
 def test_library_without_toys(tmp_path):

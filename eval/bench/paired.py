@@ -185,6 +185,17 @@ def ideal(plain: Sequence[ArmRun], fast: Sequence[ArmRun]) -> dict[str, Any]:
     return {"ideal_speedup": best, **costs, "gap": gap}
 
 
+def figures(
+    stock: Sequence[ArmRun], plain: Sequence[ArmRun], fast: Sequence[ArmRun], per_token: bool = False
+) -> dict[str, Any]:
+    """Return the fields of docs/results.md that records of all benches share. `speedup` and `identical` are relative to
+    `stock`, the others to `plain`, our own loop without a drafter.
+    """
+    record = compare(stock, fast, per_token) | tau(fast) | acceptance(fast) | ideal(plain, fast)
+    record |= {"nfe_plain": tau(plain)["nfe"], **over("over_plain", plain, fast)}
+    return record | {"drift_per_token": drift(fast), "time_s": time_by_stage(fast)}
+
+
 def in_words(speedup: float, reach: float = 0.0) -> str:
     """Format a ratio; below 1 it is a slowdown. `reach` is tau if the ratio is relative to our own plain loop, where a
     larger ratio is suspect; for other baselines tau is not a bound (0).

@@ -13,38 +13,28 @@ Pieces = Sequence[tuple[str, str]]  # pieces of a text with their origins
 MOST = 200  # maximum number of thumbnails, and of errors, on a page
 
 
-class CaptionSamples:
-    """Thumbnails and coloured texts of the first records of a run, which its file does not contain."""
-
-    def __init__(self) -> None:
-        self.images: dict[str, bytes] = {}
-        self.pieces: dict[str, Pieces] = {}
-
-    def look(self, id: str, image: object) -> None:
-        """Keep the image of a record, if it has no path and there is room."""
-        if len(self.images) < MOST and isinstance(image, bytes):
-            self.images[id] = image
-
-    def tell(self, id: str, pieces: Pieces) -> None:
-        if len(self.pieces) < MOST:
-            self.pieces[id] = pieces
-
-    def thumbnail(self, record: Mapping[str, Any]) -> str | None:
-        """Return a data URI, or None if the image is missing or unreadable."""
-        try:
-            data = self.images.get(record["id"])
-            if data is None and not record["image"]:
-                return None
-            image = open_media(record["image"], MAX_PIXELS, 1) if data is None else read_image(data, "", MAX_PIXELS)
-            return thumbnail(image.frames[0] if isinstance(image, Clip) else image)
-        except (ValueError, OSError):
-            return None
+def thumbnail_of(image: Any) -> str | None:
+    """Return a data URI of a file or the bytes of one, or None if it is missing or unreadable."""
+    try:
+        media = read_image(image, "", MAX_PIXELS) if isinstance(image, bytes) else open_media(image, MAX_PIXELS, 1)
+        return thumbnail(media.frames[0] if isinstance(media, Clip) else media)
+    except (ValueError, OSError, TypeError):
+        return None
 
 
 def write_page(
-    path: Path, records: Iterable[Mapping[str, Any]], shown: CaptionSamples, about: Mapping[str, Any]
+    path: Path,
+    records: Iterable[Mapping[str, Any]],
+    images: Mapping[str, Any],
+    pieces: Mapping[str, Pieces],
+    about: Mapping[str, Any],
 ) -> None:
-    """Write the page: counts of all records, the first ones with pictures, and the first errors."""
+    """Write the page: counts of all records, the first ones with pictures, and the first errors.
+
+    Args:
+        images: Images of records by id; those of others are opened from the record's path.
+        pieces: Captions of records by id, in pieces with their origins.
+    """
     count = tokens = rounds = failed = 0
     rows: list[tuple[Mapping[str, Any], str | None, Pieces | None]] = []  # record, thumbnail, pieces of its text
     errors: list[str] = []
@@ -56,6 +46,7 @@ def write_page(
             continue
         tokens, rounds = tokens + max(record["tokens"] - 1, 0), rounds + record["rounds"]
         if len(rows) < MOST:
-            rows.append((record, shown.thumbnail(record), shown.pieces.get(record["id"])))
+            id = record["id"]
+            rows.append((record, thumbnail_of(images.get(id, record["image"])), pieces.get(id)))
     values = {"count": count, "failed": failed, "tau": tokens / max(rounds, 1), "rows": rows, "errors": errors}
     rendering.write_page(path, "captions", values | {"about": about})

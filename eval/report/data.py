@@ -16,7 +16,7 @@ LARGEST = 1e12
 REQUIRED = {  # bench -> required fields
     "caption": ("speedup", "tau"),
     "image": ("rows",),
-    "text": ("rows",),
+    "text": ("speedup", "tau"),
     "sizes": ("rows",),
     "kernels": ("rows",),
 }
@@ -30,14 +30,13 @@ GUARANTEES = {  # kind -> (mark, words)
 
 @dataclass(frozen=True)
 class RecordImage:
-    """An image of a method in the JSON of `visspec bench image`: a path inside the folder of the record, or a small PNG
-    in base64. `verdict` is {"correct", "reason"}. `acceptance` is (rows, columns) by token: 1 if the drafted token was
-    accepted, 0 if it was replaced, None if nothing was drafted.
+    """An image of a method in the JSON of `visspec bench image`, as a small PNG in base64. `verdict` is {"correct",
+    "reason"}. `acceptance` is (rows, columns) by token: 1 if the drafted token was accepted, 0 if it was replaced, None
+    if nothing was drafted.
     """
 
     prompt: object = ""
     seed: object = ""
-    path: str | None = None
     png: str | None = None
     verdict: Mapping[str, Any] | None = None
     acceptance: list[list[float | None]] | None = None
@@ -58,7 +57,6 @@ class Method:
 
     kind: str  # kind of bench
     record: dict[str, Any]
-    folder: Path  # base of its image paths
     source: str
     index: int = 0  # number on the page, from 1
     images: list[RecordImage] = field(default_factory=list)
@@ -66,7 +64,7 @@ class Method:
     @property
     def label(self) -> str:
         parts = [self.record.get("drafter_name") or self.record.get("drafter"), self.record.get("acceptance")]
-        parts = [self.record.get("name"), self.record.get("kind")] if self.record.get("name") else parts
+        parts = [self.record["name"]] if self.record.get("name") else parts
         return str(" · ".join(str(p) for p in parts if p) or f"method {self.index}")
 
     @property
@@ -147,12 +145,12 @@ def rows_of(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 def methods_of(record: dict[str, Any], path: Path) -> list[Method]:
     """Return the methods of a caption or image record read from `path`. Raises ValueError."""
     shared = {key: value for key, value in record.items() if key not in ("rows", "failures", "texts", "thumbnails")}
-    if record["bench"] == "caption" and "rows" not in record:
-        return [Method("caption", record, path.parent, path.name)]
+    if "rows" not in record:
+        return [Method(record["bench"], record, path.name)]
     methods = []
     for row in rows_of(record, path.name):
         images = [RecordImage.of(entry) for entry in row.get("images") or []]
-        methods.append(Method(record["bench"], shared | row, path.parent, path.name, images=images))
+        methods.append(Method(record["bench"], shared | row, path.name, images=images))
     if record.get("failures"):  # failures of the whole bench are shown once
         methods[0].record["failures"] = record["failures"]
     methods[0].record |= {name: record[name] for name in ("texts", "thumbnails") if name in record}

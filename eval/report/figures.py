@@ -20,7 +20,6 @@ INK, FAINT, RULE, GREY = "var(--ink)", "var(--faint)", "var(--rule)", "var(--gre
 BLUE, ORANGE, GREEN = "var(--blue)", "var(--orange)", "var(--green)"
 COLOUR = {"tokens": BLUE, "law": GREEN, "approximate": ORANGE, "unknown": GREY}  # by kind of guarantee
 CIVIDIS = ((0, 34, 78), (65, 77, 107), (124, 123, 120), (188, 175, 111), (254, 232, 56))  # safe for all colour vision
-LARGEST_GRID = 32  # larger acceptance maps are pooled to this many cells per side
 
 
 class Bar(NamedTuple):
@@ -114,12 +113,11 @@ def bounds(values: Sequence[float], margin: float = 0.06) -> tuple[float, float]
 
 
 def bars(entries: Sequence[Bar], words: str, log: bool = False) -> Markup:
-    """Draw ratios with their intervals, largest first, and a line at 1.
+    """Draw ratios with their intervals, and a line at 1.
 
     Args:
         log: Whether the axis is logarithmic.
     """
-    entries = sorted(entries, key=lambda bar: -bar.value)
     ends = [1.0] + [v for bar in entries for v in (bar.value, *(bar.interval or ()))]
     left, pitch = 130, 20
     high = 1.1 * max(ends)
@@ -164,22 +162,6 @@ def scatter(points: Sequence[Point], words: str, lower_is_better: bool) -> Marku
     return svg(bottom + 33, parts, f"{words} over speed")
 
 
-def waterfall(steps: Sequence[tuple[str, float]]) -> Markup:
-    """Draw the steps from the first value to the last: the loss (orange) or gain (green) of each term."""
-    x = Scale(0, max(v for _, v in steps) * 1.02, LEFT, RIGHT - 38)
-    parts, before = [], 0.0
-    for i, (name, value) in enumerate(steps):
-        y, total = i * 32, i in (0, len(steps) - 1)
-        left, right = sorted((0.0 if total else before, value))
-        colour = BLUE if total else ORANGE if value < before else GREEN
-        change = "" if total else f" ({value - before:+.2f})"
-        parts.append(text(LEFT, y + 11, f"{name}{change}"))
-        parts.append(rect(x(left), y + 15, x(right) - x(left), 11, colour, f"{name}: {value:.2f}{change}"))
-        parts.append(text(x(right) + 4, y + 25, f"{value:.2f}"))
-        before = value
-    return svg(32 * len(steps) + 4, parts, "Gap from tau to the measured speed-up, term by term")
-
-
 def depth_bars(rates: Sequence[float], reached: Sequence[int] | None) -> Markup:
     """Draw acceptance by depth: bars are accepted / reached, marks are reached and accepted / drafts."""
     pitch, top, bottom = min((RIGHT - LEFT - 24) / max(len(rates), 1), 60), 32, 132
@@ -198,25 +180,6 @@ def depth_bars(rates: Sequence[float], reached: Sequence[int] | None) -> Markup:
     return svg(bottom + 34, parts, "Acceptance by depth of the draft")
 
 
-def heat(grid: Sequence[Sequence[float | None]], count: Sequence[Sequence[int]]) -> Markup:
-    """Draw the mean acceptance over the token grid, of `count` images in each cell. Cells with few images are grey."""
-    known = np.array([[0.0 if v is None else v for v in row] for row in grid])
-    counts = np.array([[0 if v is None else n for v, n in zip(*rows)] for rows in zip(grid, count)])
-    sums, counts = (blocks(cells, LARGEST_GRID).sum(axis=(1, 3)) for cells in (known * counts, counts))
-    cell = (RIGHT - LEFT) / max(sums.shape[1], sums.shape[0] * 0.75)
-    parts = []
-    for (r, c), n in np.ndenumerate(counts):
-        mean = sums[r, c] / n if n else None
-        words = f"row {r}, column {c}: " + ("never drafted" if mean is None else f"{mean:.2f}") + f", n={n}"
-        colour = RULE if mean is None else shade(mean, n < FEW)
-        parts.append(rect(LEFT + c * cell, r * cell, cell, cell, colour, words))
-    y = sums.shape[0] * cell + 8
-    parts += [rect(LEFT + i * 4, y, 4.2, 8, shade(i / 39)) for i in range(40)]
-    parts += [text(LEFT, y + 20, "0", colour=FAINT), text(LEFT + 160, y + 20, "1", "end", FAINT)]
-    parts.append(text(RIGHT, y + 8, f"grey: n under {FEW}", "end", FAINT))
-    return svg(y + 26, parts, "Mean acceptance over the token grid")
-
-
 def curve(points: Sequence[tuple[float, float]], label: str, height: float = 120) -> Markup:
     """Draw a line through (step, value) points, with round numbers on the left and the last value."""
     steps, values = [x for x, _ in points], [y for _, y in points]
@@ -232,24 +195,11 @@ def curve(points: Sequence[tuple[float, float]], label: str, height: float = 120
     return svg(height + 40, parts, label)
 
 
-def blocks(cells: np.ndarray, most: int) -> np.ndarray:
-    """Return (rows, height, columns, width): square blocks of a zero-padded grid, at most `most` per side."""
-    block = -(-max(cells.shape) // most)
-    padded = np.pad(cells, [(0, -n % block) for n in cells.shape])
-    return padded.reshape(padded.shape[0] // block, block, padded.shape[1] // block, block)
-
-
-def rgb(share: float, grey: bool = False) -> tuple[int, int, int]:
-    """Return the colour of a share in [0, 1] on the cividis map; `grey` only keeps its lightness."""
+def rgb(share: float) -> tuple[int, int, int]:
+    """Return the colour of a share in [0, 1] on the cividis map."""
     places = np.linspace(0, 1, len(CIVIDIS))
-    red, green, blue = (float(np.interp(share, places, channel)) for channel in zip(*CIVIDIS))
-    if grey:
-        red = green = blue = 0.3 * red + 0.59 * green + 0.11 * blue
-    return round(red), round(green), round(blue)
-
-
-def shade(share: float, grey: bool = False) -> str:
-    return "#{:02x}{:02x}{:02x}".format(*rgb(share, grey))
+    red, green, blue = (round(float(np.interp(share, places, channel))) for channel in zip(*CIVIDIS))
+    return red, green, blue
 
 
 def short(label: str, most: int = 46) -> str:

@@ -4,14 +4,12 @@ import base64
 import binascii
 import io
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageColor
 
-from visspec.eval.report.data import RecordImage
-from visspec.eval.report.figures import blocks, rgb
-from visspec.io.images import open_image, read_image
+from visspec.eval.report.figures import rgb
+from visspec.io.images import read_image
 
 SIDE = 128  # longest side of a thumbnail, pixels
 SMALL = 96  # longest side in a result file
@@ -20,26 +18,12 @@ LOSSLESS = 4096  # maximum size of a PNG thumbnail, bytes
 MAX_PIXELS = 16_000_000
 
 
-def inside(folder: Path, name: str, where: str) -> Path:
-    """Return the path of file `name` next to a result file. Raises ValueError if it leads outside the folder."""
-    path = (folder / name).resolve()
-    if Path(name).is_absolute() or not path.is_relative_to(folder.resolve()):
-        raise ValueError(f"{where}: got the image path {name!r}, expected one inside the folder of the JSON.")
-    return path
-
-
-def picture(entry: RecordImage, folder: Path, where: str) -> Image.Image:
-    """Return the RGB image of an entry, from `path` or base64 `png`. Raises ValueError or FileNotFoundError."""
-    if entry.path:
-        return open_image(inside(folder, entry.path, where), MAX_PIXELS)
+def picture(png: str, where: str) -> Image.Image:
+    """Return the RGB image of a PNG in base64. Raises ValueError."""
     try:
-        data = base64.b64decode(entry.png or "", validate=True)
-    except (binascii.Error, ValueError):
+        return read_image(base64.b64decode(png, validate=True), f"{where}: png", MAX_PIXELS)
+    except binascii.Error:
         raise ValueError(f"{where}: png is not base64.") from None
-    try:
-        return read_image(data, "png", MAX_PIXELS)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
 
 
 def data_uri(image: Image.Image, lossless: bool = False) -> str:
@@ -78,6 +62,13 @@ def difference(image: Image.Image, baseline: Image.Image) -> tuple[str, float] |
     lifted = np.where(apart > 0, 40 + apart * (215 / 255), 0).astype(np.uint8)
     largest = blocks(lifted, SIDE).max(axis=(1, 3))  # a mean would hide a single pixel
     return data_uri(Image.fromarray(largest)), float((apart > 0).mean())
+
+
+def blocks(cells: np.ndarray, most: int) -> np.ndarray:
+    """Return (rows, height, columns, width): square blocks of a zero-padded grid, at most `most` per side."""
+    block = -(-max(cells.shape) // most)
+    padded = np.pad(cells, [(0, -n % block) for n in cells.shape])
+    return padded.reshape(padded.shape[0] // block, block, padded.shape[1] // block, block)
 
 
 def acceptance_map(grid: Sequence[Sequence[float | None]]) -> str:

@@ -30,12 +30,7 @@ QUALITY = {  # field -> (name, whether lower is better)
     "strict": ("strict score", False),
     "right": ("share of right pictures", False),
 }
-TERMS = (
-    ("tau", "tau, bonus included"),
-    ("after_verify", "verification costs more than one token"),
-    ("after_draft", "drafting"),
-    ("after_host", "accept, commit = ideal"),
-)
+TERMS = {"tau": "tau", "after_verify": "after verification", "after_draft": "after drafting", "after_host": "ideal"}
 SIZES = ("size", "batch_size", "arm", "tau", "speedup", "ideal_speedup", "length_share", "bytes_bound", "identical")
 HALF = ("bfloat16", "float16")  # in which passes of different shapes round differently
 KERNELS = ("kernel", "shape", "dtype", "device", "time_us", "ratio_to_eager")
@@ -43,8 +38,7 @@ KERNELS = ("kernel", "shape", "dtype", "device", "time_us", "ratio_to_eager")
 
 def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
     """Write the page for some result files of `visspec bench`. Returns its path. Raises FileNotFoundError or ValueError
-    for a missing or malformed file, and for image paths outside the folder of their JSON. An unreadable image is listed
-    as a failure.
+    for a missing or malformed file. An unreadable image is listed as a failure.
     """
     out = Path(out)
     methods: list[Method] = []
@@ -79,10 +73,9 @@ class MethodGroup:
         self.sources = ", ".join(dict.fromkeys(m.source for m in methods))
         self.failures = [f"{m.source}: {m.label}: {f}" for m in methods for f in m.record.get("failures") or []]
         timed = [m for m in methods if m.speed]
-        fastest = {kind: [m for m in timed if m.guarantee == kind] for kind in GUARANTEES}
-        self.headline = [max(found, key=lambda m: m.speed or 0) for found in fastest.values() if found]
         entries = [(m, m.speed or 0.0, figures.COLOUR[m.guarantee], GUARANTEES[m.guarantee][0]) for m in timed]
         speeds = [Bar(m.label, s, m.interval("speedup"), m.n, colour, sign) for m, s, colour, sign in entries]
+        speeds.sort(key=lambda bar: -bar.value)
         self.bars = figures.bars(speeds, "times faster, 95 % intervals") if speeds else None
         self.against = [figure for field in (*QUALITY, "drift_per_token") if (figure := against(timed, field))]
         self.cases, self.left_out = cases(methods, self.failures)
@@ -91,7 +84,7 @@ class MethodGroup:
         rates = [(m, [number(rate) or 0.0 for rate in m.record.get("acceptance_by_depth") or []]) for m in methods]
         self.depths = [(m.label, figures.depth_bars(r, m.record.get("reached_by_depth"))) for m, r in rates if r]
         maps = [(m, m.record.get("acceptance_map"), m.record.get("acceptance_map_n")) for m in methods]
-        self.heats = [(m.label, figures.heat(grid, count)) for m, grid, count in maps if grid and count]
+        self.maps = [(m.label, pictures.acceptance_map(grid), max(map(max, n))) for m, grid, n in maps if grid and n]
         self.baselines = [row for m in methods for row in baselines(m)]
 
 
@@ -141,11 +134,10 @@ def baselines(method: Method) -> list[dict[str, Any]]:
 def waterfall(method: Method) -> Markup | None:
     """Draw the steps from tau to the measured speed-up: the terms of the ideal, then the unexplained rest."""
     gap = method.record.get("gap") or {}
-    steps = [(words, number(gap.get(term))) for term, words in TERMS]
-    steps.append(("not explained = decode only, measured", method.value("speedup_decode_only")))
-    steps.append(("prefill, vision, preparation = end to end", method.speed))
-    known = [(words, value) for words, value in steps if value is not None]
-    return figures.waterfall(known) if len(known) == len(steps) else None
+    steps = [(words, number(gap.get(term))) for term, words in TERMS.items()]
+    steps += [("decode only", method.value("speedup_decode_only")), ("end to end", method.speed)]
+    bars = [Bar(words, value, None, method.n, figures.BLUE) for words, value in steps if value is not None]
+    return figures.bars(bars, "tokens per pass; times faster") if len(bars) == len(steps) else None
 
 
 def section(record: Mapping[str, Any], source: str) -> dict[str, Any]:
@@ -160,11 +152,10 @@ def section(record: Mapping[str, Any], source: str) -> dict[str, Any]:
         if ratio and ratio > 0:
             colour = figures.BLUE if ratio >= 1 else figures.ORANGE
             entries.append(Bar(" ".join(map(str, named)), ratio, spread, figures.FEW, colour))
+    entries.sort(key=lambda bar: -bar.value)
     words = "times eager torch, log scale" if bench == "kernels" else "times transformers' generate"
     table = [[cell_text(row.get(head)) for head in heads] for row in rows]
     entry = {"title": bench, "source": source, "heads": [head.replace("_", " ") for head in heads], "rows": table}
-    syncs = record.get("host_syncs_per_round")
-    entry["note"] = f"The host waits {syncs} times in a round." if syncs is not None else ""
     return entry | {"bars": figures.bars(entries, words, bench == "kernels") if entries else None}
 
 
@@ -177,27 +168,23 @@ def cases(methods: Sequence[Method], failures: list[str]) -> tuple[list[dict[str
     is the baseline of the differences. Unreadable pictures are appended to `failures`.
     """
     keyed = [(m, {(str(i.prompt), str(i.seed)): i for i in m.images}) for m in methods if m.images]
-    for m, images in keyed:
-        for entry in images.values():  # checks all images, even those that are not shown
-            if entry.path:
-                pictures.inside(m.folder, entry.path, f"report: {m.source}")
     keys = list(dict.fromkeys(key for _, images in keyed for key in images))
     shown = []
     for prompt, seed in keys[: max(MOST_PICTURES // max(len(keyed), 1), 1)]:
         base, cells = None, []
         for m, images in keyed:
             image = images.get((prompt, seed), RecordImage())
-            opened = _open(image, m, f"seed {seed}", failures)
+            opened = _open(image.png, m, f"seed {seed}", failures)
             cells.append(cell(m, image, opened, base))
             base = opened if len(cells) == 1 else base
         shown.append({"prompt": prompt, "seed": seed, "cells": cells})
     return shown, len(keys) - len(shown)
 
 
-def _open(image: RecordImage, method: Method, which: str, failures: list[str]) -> Image.Image | None:
+def _open(png: str | None, method: Method, which: str, failures: list[str]) -> Image.Image | None:
     try:
-        return pictures.picture(image, method.folder, f"{method.source}: {method.label}: {which}")
-    except (ValueError, OSError) as error:
+        return None if png is None else pictures.picture(png, f"{method.source}: {method.label}: {which}")
+    except ValueError as error:
         failures.append(str(error))
         return None
 
@@ -215,7 +202,7 @@ def texts(method: Method, failures: list[str]) -> list[tuple[str | None, list[tu
     """Return (picture as a data URI, pieces of text with their origin). An unknown origin counts as plain."""
     rows, entries = method.record["texts"], []
     for k, (row, png) in enumerate(zip(rows, method.record.get("thumbnails") or [None] * len(rows))):
-        opened = _open(RecordImage(png=png), method, f"picture {k + 1}", failures) if png else None
+        opened = _open(png, method, f"picture {k + 1}", failures)
         pieces = [(piece, origin if origin in COLOURS else "plain") for piece, origin in row]
         entries.append((None if opened is None else pictures.thumbnail(opened), pieces))
     return entries

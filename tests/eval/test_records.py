@@ -16,6 +16,7 @@ from visspec.accept.exact import Exact
 from visspec.accept.lantern import Lantern
 from visspec.accept.rejection import Rejection
 from visspec.api.images.pipeline import ORIGINS, ImagePipeline
+from visspec.api.sources import Record
 from visspec.cli import bench_caption as bench
 from visspec.cli import bench_image
 from visspec.cli.bench_image_quality import by_detector, judge, plain_setup
@@ -48,17 +49,18 @@ class Processor:
 def caption_records():
     torch.manual_seed(0)
     model = tiny.model_of("llava")
-    images = [Image.new("RGB", (200, 100), colour) for colour in ("red", "blue")]
+    prompts = [Record(colour, Image.new("RGB", (200, 100), colour), "i 3") for colour in ("red", "blue", "grey")]
     options = {"max_new_tokens": 6}, {"max_new_tokens": 6, "acceptance": "rejection", "temperature": 1.0}
     greedy, sampled = (
-        bench.bench_caption(model, Processor(), images, bench.Options(**some), ["ngram"]) for some in options
+        bench.bench_prompts("caption", model, Processor(), prompts[:2], prompts[2:], bench.Options(**some))
+        for some in ({"drafter": ["ngram"], **one} for one in options)
     )
     return json.loads(json.dumps(greedy)), json.loads(json.dumps(sampled))
 
 
 @pytest.fixture(scope="module")
 def image_record(tmp_path_factory):
-    """A quality bench of 2 pictures a method, kept in `pictures` beside the record; references of few prompts."""
+    """A quality bench of 2 pictures a method, kept in a folder; references of few prompts."""
     home = tmp_path_factory.mktemp("bench")
     tiny_images.painter(home / "model")
     pipe = ImagePipeline.from_pretrained(str(home / "model"))
@@ -71,11 +73,8 @@ def image_record(tmp_path_factory):
         record = bench_image.bench(pipe, texts, SEEDS, {}, warmup=1)
         judges = by_detector(scenes, 2)
         arms = {row["name"]: (pipe, SEEDS.get(row["name"], plain_setup(pipe))) for row in record["rows"]}
-        judge(record, arms, {}, judges, 0, home / "pictures", home)
-        spare = {"rows": [{"name": "plain"}]}
-        judge(spare, arms, {}, judges, 0, None, home)
-    (home / "image.json").write_text(json.dumps(record))
-    return SimpleNamespace(path=home / "image.json", record=json.loads(json.dumps(record)), spare=spare["rows"][0])
+        judge(record, arms, {}, judges, 0, home / "pictures")
+    return json.loads(json.dumps(record))
 
 
 def page_of(tmp_path, *values):
@@ -92,11 +91,11 @@ def words(source):
 
 
 def test_the_page_of_a_real_image_bench(tmp_path, image_record):
-    rows = image_record.record["rows"]
+    rows = image_record["rows"]
     for row in rows[1:]:  # a clock over two tiny pictures shows anything: what the page makes of ratios, test below
         assert row["over_plain"] > 0
     level = {"over_plain": 1.0, "over_plain_ci95": [0.9, 1.1]}
-    source = page_of(tmp_path, image_record.record | {"rows": [row | level for row in rows]})
+    source = page_of(tmp_path, image_record | {"rows": [row | level for row in rows]})
     text, cases = words(source), source.split('<div class="case">')[1:]
     assert "share of right pictures 0.000 [0.000, 0.658]" in text
     assert len(cases) == 2 and source.count("✗ wrong") == 8 and "of the pixels are unexplained" in words(cases[0])
@@ -110,15 +109,15 @@ def test_the_page_of_a_real_image_bench(tmp_path, image_record):
 
 
 def test_maps_of_a_bench_are_those_of_its_pictures(image_record):
-    line = next(r for r in image_record.record["rows"] if r["name"] == "window")
+    line = next(r for r in image_record["rows"] if r["name"] == "window")
     grids = [image["acceptance"] for image in line["images"]]
     assert all(np.shape(g) == (6, 6) for g in grids)
     assert {v for g in grids for row in g for v in row} == {0.0, 1.0, None}
     assert np.shape(line["acceptance_map"]) == np.shape(line["acceptance_map_n"]) == (6, 6)
     assert line["acceptance_map_n"][0][0] == 0 and line["acceptance_map"][0][0] is None, "the prefill drafts nothing"
-    plain = image_record.record["rows"][0]
+    plain = image_record["rows"][0]
     assert plain["acceptance_map"] is None and "acceptance" not in plain["images"][0]
-    promises = {r["name"]: r["promises_tokens"] for r in image_record.record["rows"]}
+    promises = {r["name"]: r["promises_tokens"] for r in image_record["rows"]}
     assert promises == {"plain": True, "window": True, "coins": False, "loose": False}
 
 
@@ -149,7 +148,7 @@ def test_pictures_keep_to_their_captions():
     """A prompt that failed is in no run: the pictures are those of the runs there are."""
     images = [Image.new("RGB", (4, 4), c) for c in ("red", "lime", "blue")]
     runs = [ArmRun(1.0, [[1], [2]], prompt=1), ArmRun(1.0, [[3]], prompt=2)]
-    groups = [[images[0]], [images[1], images[2]], ["no picture"]]
+    groups = [[Record("", image) for image in some] for some in (images[:1], images[1:], ["no picture"])]
     found = bench.thumbnails(runs, groups)
     colours = [None if t is None else Image.open(io.BytesIO(base64.b64decode(t))).getpixel((0, 0)) for t in found]
     assert colours == [(0, 255, 0), (0, 0, 255), None]

@@ -70,7 +70,7 @@ def image_bench(n: int = 3, **changes):
 def kernels(**row):
     common = {"kernel": "warp", "shape": "59x16384", "dtype": "bfloat16", "device": "cuda", "time_us": 37.0}
     rows = [common | {"ratio_to_eager": 3.4} | row, common | {"kernel": "groups", "ratio_to_eager": 0.5}]
-    return {"bench": "kernels", "host_syncs_per_round": 0, "rows": rows, "provenance": {"device": "a gpu"}}
+    return {"bench": "kernels", "rows": rows, "provenance": {"device": "a gpu"}}
 
 
 def sizes():
@@ -156,7 +156,7 @@ def test_several_drafters_sizes_and_kernels(page):
     record = rows[0] | {"rows": rows, "failures": ["prompt 7: out of paint"]}
     text = Reader(page(record, sizes(), kernels())).text
     assert "1: ngram · exact" in text and "2: suffix · exact" in text and text.count("out of paint") == 1
-    assert "llamagen-xl 8 oracle 0.8 3.50 2.25 – 0.97 – 4" in text and "The host waits 0 times in a round." in text
+    assert "llamagen-xl 8 oracle 0.8 3.50 2.25 – 0.97 – 4" in text
     assert "warp 59x16384 bfloat16 cuda 37.00 3.40" in text
     assert text.count("groups: 0.50, n=20") == 1 and "times eager torch, log scale" in text
 
@@ -184,8 +184,6 @@ def test_hostile_text_stays_text(page):
     ({"bench": "caption"}, "no 'speedup', expected the JSON of visspec bench caption"),
     ({"bench": "kernels"}, "no 'rows'"), ({"bench": "image", "rows": []}, "no 'rows'"),
     ({"bench": "image", "rows": [3]}, "expected a list of objects"),
-    ({"bench": "image", "rows": [{"images": [{"path": "../a.png"}]}]}, "inside the folder"),
-    ({"bench": "image", "rows": [{"images": [{"path": "/etc/passwd"}]}]}, "inside the folder"),
 ])  # fmt: skip
 def test_bad_results_are_one_sentence_and_exit_code_2(content, words, write, tmp_path, capsys):
     path, out = write(content), tmp_path / "out.html"
@@ -195,31 +193,21 @@ def test_bad_results_are_one_sentence_and_exit_code_2(content, words, write, tmp
     assert not out.exists()
 
 
-def test_command_line_missing_files_and_links(write, tmp_path, capsys):
+def test_command_line_and_missing_files(write, tmp_path, capsys):
     out = tmp_path / "new" / "page.html"
     assert main(["report", str(write(caption())), "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
     assert out.read_text().startswith("<!doctype html>") and list(out.parent.iterdir()) == [out]
     assert main(["report", str(tmp_path / "no.json")]) == 2
     assert "no.json" in capsys.readouterr().err
-    (tmp_path / "deep").mkdir()
-    Image.fromarray(noise(0)).save(tmp_path / "secret.png")
-    (tmp_path / "deep" / "link.png").symlink_to(tmp_path / "secret.png")
-    with pytest.raises(ValueError, match="inside the folder"):
-        record = {"bench": "image", "rows": [{"images": [{"path": "link.png"}]}]}
-        build([write(record, "deep/r.json")], tmp_path / "report.html")
 
 
-def test_unreadable_pictures_are_listed_and_the_rest_is_shown(page, tmp_path):
+def test_unreadable_pictures_are_listed_and_the_rest_is_shown(page):
     record = image_bench()
-    Image.fromarray(noise(0)).save(tmp_path / "good.png")
-    (tmp_path / "broken.png").write_bytes((tmp_path / "good.png").read_bytes()[:80])
-    for image, source in zip(record["rows"][0]["images"], ("good.png", "broken.png")):
-        del image["png"]
-        image["path"] = source
-    record["rows"][1]["images"][0]["png"] = "no base64!"
+    first, second, _ = record["rows"][0]["images"]
+    first["png"], second["png"] = "no base64!", base64.b64encode(b"broken").decode()
     text = Reader(page(record)).text.partition("Failures")[2]
-    assert "broken.png" in text and "png is not base64" in text and "good.png" not in text
+    assert "seed 0: png is not base64" in text and "seed 1: png is not a readable" in text and "seed 2" not in text
 
 
 def test_same_seeds_stand_side_by_side(page, monkeypatch):
@@ -231,7 +219,7 @@ def test_same_seeds_stand_side_by_side(page, monkeypatch):
     assert text.startswith("1 red cubes seed 1") and text.count("✗ wrong") == 3 and "two cubes" in text
     assert "2: lossless; identical pixels" in text and "3: relaxed; 25.0 % of pixels differ" in text
     assert case.count('alt="acceptance by token"') == 2
-    assert source.count("row 0, column 0: 0.25, n=5") == source.count("row 0, column 1: never drafted, n=0") == 2
+    assert source.count('alt="mean acceptance by token"') == source.count("mean of 5 pictures") == 2
 
 
 def test_words_and_gaps(page):

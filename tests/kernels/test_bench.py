@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from visspec import kernels
-from visspec.cli import bench_kernels
 from visspec.cli.main import main
 
 SMALL = {
@@ -44,15 +43,21 @@ def test_rows_of_a_cpu(small, tmp_path, capsys):
     assert [row["kernel"] for row in record["rows"]] == sorted(SMALL) and set(SMALL) <= set(kernels.FILES)
     assert set(record["rows"][0]) == {"kernel", "shape", "dtype", "device", "time_us", "ratio_to_eager"}
     assert all(row["time_us"] > 0 and row["ratio_to_eager"] > 0 for row in record["rows"])
-    assert record["bench"] == "kernels" and record["host_syncs_per_round"] is None
+    assert record["bench"] == "kernels"
     assert "the Triton kernels need --device cuda" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_round_waits_for_nothing_on_a_gpu(small):
-    record = bench_kernels.bench_kernels(torch.device("cuda"))
-    assert record["host_syncs_per_round"] == 0 and len(record["rows"]) == len(SMALL)
+    cases = [import_module(f"visspec.kernels.{name}").bench_case("cuda") for name in ("warp", "accept", "commit")]
+    for mode in ("default", "error"):  # the first call compiles
+        torch.cuda.set_sync_debug_mode(mode)
+        try:
+            for case in cases:
+                case.ours()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_gpu_that_is_not_there_is_refused(monkeypatch, capsys):

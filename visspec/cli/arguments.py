@@ -64,7 +64,8 @@ class SamplingOptions:
     @property
     def generation(self) -> dict[str, Any]:
         """Keyword arguments of `generate` without the seed, to sample from the full distribution."""
-        return sampling(self.max_new_tokens, self.temperature)
+        drawn = {"temperature": self.temperature, "top_k": 0, "top_p": 1.0} if self.temperature > 0 else {}
+        return {"max_new_tokens": self.max_new_tokens, "do_sample": self.temperature > 0, **drawn}
 
 
 @dataclass(kw_only=True)
@@ -85,12 +86,6 @@ class RayOptions:
     )
     threads: Positive = option("number of threads of each process, with --ray", 1)
     retry_failed: bool = option("remove failed records from --out and make them again", False)
-
-
-def sampling(max_new_tokens: int, temperature: float, top_k: int = 0, top_p: float = 1.0) -> dict[str, Any]:
-    """Return keyword arguments of `generate`; temperature 0 is greedy."""
-    drawn = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
-    return {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0, **drawn}
 
 
 def load(options: ModelOptions, needs_pictures: bool = False) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import Any, cast
@@ -15,10 +15,10 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec.api.captions import prepare
 from visspec.api.sources import Record, RecordStream
-from visspec.api.text.accelerate import Accelerated, default_drafter
+from visspec.api.text.accelerate import Accelerated
 from visspec.cli.arguments import JsonOption
 from visspec.eval.bench.clock import seconds_of, waiter
-from visspec.eval.bench.paired import ArmRun, compare, in_words, tau, turns
+from visspec.eval.bench.paired import ArmRun, turns
 from visspec.io import included
 from visspec.io.files import write_json
 from visspec.io.images import MAX_PIXELS, open_image, read_image
@@ -120,7 +120,7 @@ def trim_rows(new: torch.Tensor, config) -> list[list[int]]:
     return [row[: stop + 1] for row, stop in zip(new.tolist(), stops)]
 
 
-def by_category(records: Iterable[Any]) -> dict[str, list[int]]:
+def by_category(records: Iterable[Record]) -> dict[str, list[int]]:
     """Return the numbers of the records of each category."""
     found: dict[str, list[int]] = {}
     for number, record in enumerate(records):
@@ -135,25 +135,14 @@ def in_turns(records: Iterable[Record]) -> list[Record]:
     return [records[number] for _, number in sorted(turns, key=lambda turn: turn[0])]
 
 
-def against(
-    runs: Mapping[str, list[ArmRun]], slow: str, fast: str, per_token: bool, numbers: Sequence[int] | None = None
-) -> dict[str, Any]:
-    """Return the speed-up of an arm over another, and its tau, on all prompts or those with these numbers."""
-    stock, found = ([run for run in runs[arm] if numbers is None or run.prompt in numbers] for arm in (slow, fast))
-    ratio = compare(stock, found, per_token)
-    keys = ("speedup", "speedup_ci95", "speedup_decode_only", "identical", "compared")
-    own = {"tau": tau(found)["tau"]} if any(run.rounds for run in found) else {}
-    return {key: ratio[key] for key in keys} | own
-
-
-def readable(records: RecordStream) -> Iterator[tuple[Any, Record]]:
-    """Yield images of records, alternating between categories. Unreadable ones are reported and skipped."""
+def readable(records: RecordStream) -> Iterator[Record]:
+    """Yield records with their images, alternating between categories. Unreadable ones are reported and skipped."""
     for record in records if records.total is None else in_turns(records):
         try:
             if record.error is not None:
                 raise ValueError(record.error)
             read = read_image(record.image, record.id, MAX_PIXELS) if isinstance(record.image, bytes) else None
-            yield read or open_image(record.image, MAX_PIXELS), record
+            yield replace(record, image=read or open_image(record.image, MAX_PIXELS))
         except (ValueError, OSError) as error:
             print(f"visspec: {error}", file=sys.stderr)
 
@@ -181,35 +170,20 @@ def throughput(
     return {"items_per_second": sum(map(len, groups)) / sum(seconds["stream"]), "over_transformers": ratio}
 
 
-def choice_of(fast: Accelerated) -> dict[str, str]:
-    """Return fields of a record: the drafter that "auto" chose, and why."""
-    return {"auto": fast.name, "why": default_drafter(fast.model)[1]}
-
-
-def choice_in_words(record: Mapping[str, Any]) -> str | None:
-    """Return a sentence on the choice of "auto" in a record, or None."""
-    return f"auto: drafter {record['auto']}, because {record['why']}" if "auto" in record else None
-
-
-def stream_in_words(record: Mapping[str, Any], items: str) -> str | None:
-    """Return a sentence on the throughput in a record, or None."""
-    if "items_per_second" not in record:
-        return None
-    ratio = in_words(record["over_transformers"])
-    return f"stream: {record['items_per_second']:.2f} {items} / s; against transformers in batches {ratio}"
-
-
 def groups_of(items: Sequence[Any], size: int) -> list[Any]:
     """Return the items in groups of this size; the last one may be smaller."""
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
 def in_groups(
-    processor: Any, images: Sequence[Any], asked: Sequence[str], size: int, model: Any, first: int = 0
+    processor: Any, records: Sequence[Record], size: int, model: Any, first: int = 0
 ) -> list[tuple[int, dict[str, Any]]]:
-    """Return a model's inputs, with numbers, for groups of `size` images, or lists of them, and requests."""
-    groups = zip(groups_of(images, size), groups_of(asked, size))
-    return [(first + i, prepare(processor, *group, model)) for i, group in enumerate(groups)]
+    """Return a model's inputs, with numbers from `first`, for groups of `size` records, whose images are open."""
+    groups = []
+    for number, group in enumerate(groups_of(records, size), first):
+        images = [[] if record.image is None else record.image for record in group]
+        groups.append((number, prepare(processor, images, [str(record.prompt) for record in group], model)))
+    return groups
 
 
 def cell(form: Cell, row: Mapping[str, Any]) -> str:

@@ -5,7 +5,8 @@ per prompt. Every arm calls `model.generate`, so preparation and the vision towe
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,12 @@ from PIL import Image
 from rich.table import Table
 
 from visspec.api import loading, sources
-from visspec.api.captions import PROMPT, default_prompt
-from visspec.api.text.accelerate import accelerate
+from visspec.api.captions import default_prompt, tokenizer_of
+from visspec.api.sources import Record
+from visspec.api.text.accelerate import accelerate, default_drafter
 from visspec.cli import bench, bench_data
 from visspec.cli.arguments import SamplingOptions, TargetOptions
-from visspec.cli.bench import CaptionArm, Cell, ScenesOptions, StockCaptionArm, groups_of, table
-from visspec.cli.bench_data import Prompt
+from visspec.cli.bench import BenchOptions, CaptionArm, Cell, ScenesOptions, StockCaptionArm, groups_of, table
 from visspec.eval.bench import paired as speed
 from visspec.eval.report.images import small_png
 from visspec.io import included
@@ -37,20 +38,26 @@ OTHER_TOKENS = "exact in distribution, with its own random numbers: by design no
 
 
 @dataclass(kw_only=True)
-class Options(ScenesOptions, SamplingOptions, TargetOptions):
+class DecodingOptions(BenchOptions, SamplingOptions):
+    """Options of benches of captions and texts."""
+
+    count: Positive = option("maximum number of images or prompts", 64)
+    drafter: list[str] = option(
+        "drafters: names with options, or folders; auto: the model's own, else context", ["auto"], metavar="DRAFTER"
+    )
+    acceptance: str = option("acceptance rule with options, e.g. typical:epsilon=0.1", "exact")
+    batch_size: Positive = option("number of images or prompts decoded together", 1)
+    compile: bool = option("compile our passes, and add an arm of transformers, compiled with a static cache", False)
+    stream: bool = option("also measure the throughput of a stream with --batch-size slots", False)
+
+
+@dataclass(kw_only=True)
+class Options(DecodingOptions, ScenesOptions, TargetOptions):
     images: list[str] | None = option(
         "images as for `visspec caption` (default: held-out scenes)", None, metavar="PATH"
     )
     data: Path | None = option("JSON lines of MMSpec, SPEED-Bench or vLLM's custom_mm, instead of images", None)
-    count: Positive = option("maximum number of images, or of prompts in --data", 64)
-    drafter: list[str] | None = option(
-        "drafters: names with options, or folders (default: the model's own, else context)", None, metavar="DRAFTER"
-    )
-    acceptance: str = option("acceptance rule with options, e.g. typical:epsilon=0.1", "exact")
-    batch_size: Positive = option("number of images captioned together", 1)
     prompt: str | None = option("question about each image", None)
-    compile: bool = option("compile our passes, and add a compiled transformers arm", False)
-    stream: bool = option("also measure the throughput of a stream with --batch-size slots", False)
 
 
 def run(arguments: Options) -> None:
@@ -61,95 +68,84 @@ def run(arguments: Options) -> None:
     model, remote = arguments.model, arguments.trust_remote_code
     if model and not (arguments.data or arguments.images or loading.is_text_model(model, remote)):
         arguments.check_scenes(model, "--images")
-    most = arguments.count + WARMUP * arguments.batch_size
-    data = bench_data.read(arguments.data, arguments.count) if arguments.data else None
+    count, size = arguments.count, arguments.batch_size
+    most = count + WARMUP * size
+    data = bench_data.read(arguments.data, count) if arguments.data else None
     records = sources.records(arguments.images) if arguments.images and data is None else None
     model, processor = loading.load(arguments.model, needs_pictures=True, **arguments.hardware)
     small = None if arguments.model else included.made_for("assistant", model)
     assistant = loading.load(str(included.folder(small)))[0] if small and included.present(small) else None
-    images: Sequence[Any]
+    request = arguments.prompt or default_prompt(arguments.model or included.text_model())
     if data is not None:
-        images = [[*map(open_image, prompt.images)] for prompt in data]
+        prompts = [replace(record, image=[*map(open_image, record.image)]) for record in data]
     elif records is not None:
-        items = list(islice(bench.readable(records), most))
-        images = [image for image, _ in items]
-        request = arguments.prompt or default_prompt(arguments.model or included.text_model())
-        data = [Prompt(record.category, record.prompt or request, []) for _, record in items[: arguments.count]]
+        found = islice(bench.readable(records), most)
+        prompts = [replace(record, prompt=record.prompt or request) for record in found]
     else:
         scenes = arguments.scenes(processor)
-        images = scenes.images(max(min(most, len(scenes.rows)), arguments.count))
-    if not images:
+        images = scenes.images(max(min(most, len(scenes.rows)), count))
+        prompts = [Record(str(number), image, request) for number, image in enumerate(images)]
+    if not prompts:
         raise ValueError(f"images: No image of {', '.join(arguments.images or [])} can be read.")
-    drafters = arguments.drafter or ["auto"]
-    images, warm = images[: arguments.count], images[arguments.count :]
-    record = bench_caption(model, processor, images, arguments, drafters, assistant, warm, data)
+    grey = [Image.new("RGB", (256, 256), (shade, shade, shade)) for shade in range(64, 256, 64)]
+    warm = prompts[count:] or [Record("grey", image, request) for image in size * grey]
+    record = bench_prompts("caption", model, processor, prompts[:count], warm, arguments, assistant)
     arguments.end(record, *views(record))
 
 
-def bench_caption(
-    model,
-    processor,
-    images: Sequence,
-    arguments: Options,
-    drafters: Sequence,
-    assistant=None,
-    warmup: Sequence = (),
-    data: Sequence[Prompt] | None = None,
+def bench_prompts(
+    kind: str,
+    model: Any,
+    processor: Any,
+    prompts: Sequence[Record],
+    warm: Sequence[Record],
+    arguments: DecodingOptions,
+    assistant: Any = None,
 ) -> dict[str, Any]:
-    """Run all arms on all images. With `compile` our passes are compiled, and another arm is transformers' generate
-    with a static cache and compiled steps.
+    """Run all arms on all prompts, whose images are open.
 
     Args:
+        kind: Name of the bench, for the record.
+        warm: Prompts for the warm-up, which are not measured.
         assistant: A smaller model for transformers' assisted generation (batch 1 only, greedy or sampling), or None.
-        warmup: Images for the warm-up, which are not measured. By default, grey images.
-        data: A prompt for each image or list of images; the record then has categories.
 
     Returns:
         The JSON object of docs/results.md for the first drafter. With several, `rows` has one for each.
     """
-    request = arguments.prompt or (default_prompt(arguments.model) if arguments.model else PROMPT)
-    asked = [request] * len(images) if data is None else [prompt.text for prompt in data]
     size, seed, base = arguments.batch_size, arguments.seed, arguments.generation
-    prompts = bench.in_groups(processor, images, asked, size, model)
-    grey = [Image.new("RGB", (256, 256), (shade, shade, shade)) for shade in range(64, 256, 64)]
-    warmup = warmup or size * grey
-    warm = bench.in_groups(processor, warmup, [request] * len(warmup), size, model, len(prompts))
-    rule, compiled = arguments.acceptance, arguments.compile
-    ours = {str(one): accelerate(model, one, acceptance=rule, compile=compiled) for one in drafters}
+    inputs = bench.in_groups(processor, prompts, size, model)
+    others = bench.in_groups(processor, warm, size, model, len(inputs))
+    build = partial(accelerate, model, acceptance=arguments.acceptance, compile=arguments.compile)
+    ours = {spec: build(spec) for spec in arguments.drafter}
     names = dict(zip(ours, ["ours", *(f"ours, {spec}" for spec in list(ours)[1:])]))
-    arms = stock_arms(model, warm, arguments, assistant)
+    arms = stock_arms(model, others, arguments, assistant)
     arms |= {names[spec]: CaptionArm(fast, base, seed) for spec, fast in ours.items()}
-    runs, failures = speed.interleave(arms, prompts, warm, "bench caption")
+    runs, failures = speed.interleave(arms, inputs, others, f"bench {kind}")
+    categories = bench.by_category(prompts) if size == 1 and any(one.category for one in prompts) else {}
     rows = []
     for spec, fast in ours.items():
-        row = {"drafter": spec} | summarise(runs, failures, arms, arguments.temperature, names[spec])
-        if compiled:
+        row: dict[str, Any] = {"bench": kind, "drafter": spec, "failures": failures}
+        row |= summarise(runs, arms, arguments.temperature, names[spec])
+        if arguments.compile:
             row["speedup_over_compiled"] = row["baselines"]["transformers_compiled"]["ours_is_faster_by"]
             row |= bench.compilations(fast.setup)
-        if data is not None and size == 1 and any(prompt.category for prompt in data):
-            found = {
-                name: bench.against(runs, "transformers_generate", names[spec], arguments.temperature > 0, numbers)
-                for name, numbers in bench.by_category(data).items()
-            }
-            row["categories"] = {name: figures for name, figures in found.items() if figures["compared"]}
+        if categories:
+            row["categories"] = by_category(runs, names[spec], categories, arguments.temperature > 0)
         rows.append(row)
-    record = rows[0] | ({"rows": rows} if len(rows) > 1 else {})
-    record |= bench.choice_of(ours["auto"]) if "auto" in ours else {}
-    record |= {
-        "texts": texts(runs["ours"], processor.tokenizer),
-        "thumbnails": thumbnails(runs["ours"], groups_of(images, size)),
-    }
-    if data is not None and "categories" in record:
-        record["turns_left_out"] = sum(prompt.later for prompt in data)
+    record: dict[str, Any] = rows[0] | ({"rows": rows} if len(rows) > 1 else {})
+    if "auto" in ours:
+        record |= {"auto": ours["auto"].name, "why": default_drafter(model)[1]}
+    record |= {"texts": texts(runs["ours"], tokenizer_of(processor))}
+    record |= {"thumbnails": thumbnails(runs["ours"], groups_of(prompts, size))}
     if arguments.stream:
-        fast = accelerate(model, drafters[0], acceptance=rule, compile=compiled)
-        single = [each for _, each in bench.in_groups(processor, images, asked, 1, model)]
-        record |= bench.throughput(fast, groups_of(single, size), prompts, warm, base)
+        single = [each for _, each in bench.in_groups(processor, prompts, 1, model)]
+        fast = build(arguments.drafter[0])
+        record |= bench.throughput(fast, groups_of(single, size), inputs, others, base)
     settings = {name: getattr(arguments, name) for name in SETTINGS}
-    return record | bench.measured_on(model, seed=seed) | {"n_prompts": len(images)} | settings
+    return record | bench.measured_on(model, seed=seed) | {"n_prompts": len(prompts)} | settings
 
 
-def stock_arms(model, warm: Sequence, arguments: Options, assistant) -> dict[str, Any]:
+def stock_arms(model, warm: Sequence, arguments: DecodingOptions, assistant) -> dict[str, Any]:
     """Return the arms that drafters are compared with: transformers' own, and our loop without a drafter."""
     base, seed = arguments.generation, arguments.seed
     plain = accelerate(model, None)
@@ -159,8 +155,9 @@ def stock_arms(model, warm: Sequence, arguments: Options, assistant) -> dict[str
         arms["transformers_compiled"] = StockCaptionArm(steps, base | {"cache_implementation": "static"}, seed)
     if arguments.batch_size == 1:
         # transformers' lookup would draft image placeholders and fail on them
-        never = {"suppress_tokens": sorted(plain.target.capabilities.never_drafted)}
-        lookup = [base | never | {"prompt_lookup_num_tokens": n} for n in LOOKUP_LENGTHS]
+        never = sorted(plain.target.capabilities.never_drafted)
+        suppressed = {"suppress_tokens": never} if never else {}
+        lookup = [base | suppressed | {"prompt_lookup_num_tokens": n} for n in LOOKUP_LENGTHS]
         arms["transformers_prompt_lookup"] = speed.fastest([StockCaptionArm(model, o, seed) for o in lookup], warm)
         if assistant is not None:
             assisted = [base | {"assistant_model": assistant, "num_assistant_tokens": n} for n in ASSISTANT_LENGTHS]
@@ -169,37 +166,45 @@ def stock_arms(model, warm: Sequence, arguments: Options, assistant) -> dict[str
 
 
 def summarise(
-    runs: dict[str, list[speed.ArmRun]], failures: list[str], arms, temperature: float, own: str = "ours"
+    runs: dict[str, list[speed.ArmRun]], arms: dict[str, Any], temperature: float, own: str
 ) -> dict[str, Any]:
-    """Return ratios of every arm to that of a drafter, tau, the gap to the ideal, and times by stage."""
-    ours, plain, sampled = runs[own], runs["plain"], temperature > 0
-    against = speed.compare(runs["transformers_generate"], ours, per_token=sampled)
+    """Return the figures of a drafter, and ratios of every other arm to it."""
+    ours, plain, stock, sampled = runs[own], runs["plain"], runs["transformers_generate"], temperature > 0
     fast, count = arms[own].fast, max(len(ours), 1)
-    baselines = {}
+    record = {"guarantee": fast.setup.guarantee, "drafter_name": fast.name, "identical_to": "transformers_generate"}
+    record |= {"promises_tokens": fast.setup.promises_tokens(not sampled)} | speed.figures(stock, plain, ours, sampled)
+    record |= speed.over("plain_over_transformers", stock, plain, per_token=sampled)
+    record["tokens_per_prompt"] = sum(run.count for run in ours) / count
+    # ideal and tau are in units of passes of our own plain loop
+    record["measured_over_ideal"] = speed.compare(plain, ours)["speedup_decode_only"] / record["ideal_speedup"]
+    doubt = speed.suspicion(record["over_plain"], record["over_plain_ci95"], record["tau"])
+    record["in_words"] = "; ".join(filter(None, (speed.in_words(record["speedup"]), doubt)))
+    record["baselines"] = baselines = {}
     for name, found in runs.items():
         if name.startswith("ours"):
             continue
         ratio = speed.compare(found, ours, per_token=sampled and name != "plain")
-        each = {"seconds": [r.seconds for r in found], "tokens": [float(r.count) for r in found]}
-        row: dict[str, Any] = {f"{what}_per_prompt": sum(value) / count for what, value in each.items()}
+        row = {"seconds_per_prompt": sum(run.seconds for run in found) / count}
+        row |= {"tokens_per_prompt": sum(run.count for run in found) / count}
         row |= {"ours_is_faster_by": ratio["speedup"], "ci95": ratio["speedup_ci95"], "identical": ratio["identical"]}
         given = {k: v for k, v in arms[name].options.items() if isinstance(v, (int, float))}
         baselines[name] = row | {"options": given}
-    over = speed.compare(plain, ours)  # ideal and tau are in units of passes of our own plain loop
-    record = {"bench": "caption", "guarantee": fast.setup.guarantee, "drafter_name": fast.name, "failures": failures}
-    record |= {"promises_tokens": fast.setup.promises_tokens(not sampled), "identical_to": "transformers_generate"}
-    record |= against | speed.tau(ours) | speed.acceptance(ours) | speed.ideal(plain, ours)
-    record |= {"nfe_plain": speed.tau(plain)["nfe"], **speed.over("over_plain", plain, ours)}
-    record |= speed.over("plain_over_transformers", runs["transformers_generate"], plain, per_token=sampled)
-    record |= {"drift_per_token": speed.drift(ours), "time_s": speed.time_by_stage(ours), "baselines": baselines}
-    record["tokens_per_prompt"] = sum(r.count for r in ours) / count
-    record["measured_over_ideal"] = over["speedup_decode_only"] / record["ideal_speedup"]
-    doubt = speed.suspicion(over["speedup"], over["speedup_ci95"], record["tau"])
-    record["in_words"] = "; ".join(filter(None, (speed.in_words(record["speedup"]), doubt)))
     if sampled:
-        record["identical"], record["compared"] = baselines["plain"]["identical"], len(ours)
-        record["identical_to"] = "plain (same seeds)"
+        record |= {"identical": baselines["plain"]["identical"], "identical_to": "plain (same seeds)"}
     return record
+
+
+def by_category(
+    runs: dict[str, list[speed.ArmRun]], own: str, categories: dict[str, list[int]], per_token: bool
+) -> dict[str, Any]:
+    """Return the speed-up of a drafter over transformers' generate, and tau, on the prompts of each category."""
+    rows = {}
+    for name, numbers in categories.items():
+        stock, ours = ([run for run in runs[arm] if run.prompt in numbers] for arm in ("transformers_generate", own))
+        if ours:
+            row = speed.compare(stock, ours, per_token) | speed.tau(ours)
+            rows[name] = {key: row[key] for key in ("speedup", "speedup_ci95", "tau", "identical", "compared")}
+    return rows
 
 
 def texts(runs: Sequence[speed.ArmRun], tokenizer) -> list[list[tuple[str, str]]]:
@@ -208,20 +213,13 @@ def texts(runs: Sequence[speed.ArmRun], tokenizer) -> list[list[tuple[str, str]]
     return [text_pieces(tokenizer, tokens, origin) for tokens, origin in rows[:TEXTS]]
 
 
-def thumbnails(runs: Sequence[speed.ArmRun], groups: Sequence[Sequence]) -> list[str | None]:
+def thumbnails(runs: Sequence[speed.ArmRun], groups: Sequence[Sequence[Record]]) -> list[str | None]:
     """Return the pictures of `texts`, in order, as small PNGs in base64; None for anything but a PIL image."""
-    pictures = [image for run in runs[:TEXTS] for image, _ in zip(groups[run.prompt], run.tokens)]
+    pictures = [record.image for run in runs[:TEXTS] for record, _ in zip(groups[run.prompt], run.tokens)]
     pictures = [(image or [None])[0] if isinstance(image, list) else image for image in pictures]
     return [small_png(image) if isinstance(image, Image.Image) else None for image in pictures[:TEXTS]]
 
 
-AGAINST_STOCK: dict[str, Cell] = {
-    "n": "{compared}",
-    "faster than transformers by": "{speedup:.2f}",
-    "95 %": "{speedup_ci95[0]:.2f}..{speedup_ci95[1]:.2f}",
-    "tau": "{tau:.2f}",
-    "identical": "{identical}/{compared}",
-}
 COLUMNS: dict[str, Cell] = {
     "against": "{name}",
     "ms / prompt": lambda row: f"{1e3 * row['seconds_per_prompt']:.1f}",
@@ -229,28 +227,35 @@ COLUMNS: dict[str, Cell] = {
     "95 %": "{ci95[0]:.2f}..{ci95[1]:.2f}",
     "identical": "{identical}/{compared}",
 }
+AGAINST_STOCK: dict[str, Cell] = {
+    "n": "{compared}",
+    "faster than transformers by": "{speedup:.2f}",
+    "95 %": "{speedup_ci95[0]:.2f}..{speedup_ci95[1]:.2f}",
+    "tau": "{tau:.2f}",
+    "identical": "{identical}/{compared}",
+}
 
 
 def views(record: dict[str, Any]) -> list[Table]:
     """Return the tables of a record: baselines of the first drafter, all drafters, categories."""
-    by_law = record["guarantee"] != "approximate" and not record["promises_tokens"]
-    caption = (
+    lines = [
         f"ours: {record['in_words']}; tau {record['tau']:.2f} (without bonus {record['tau_without_bonus']:.2f}); "
         f"decode only {record['speedup_decode_only']:.2f}, ideal {record['ideal_speedup']:.2f}; "
         f"our loop without a drafter over transformers {record['plain_over_transformers']:.2f}; {record['guarantee']}"
-    )
-    if by_law:
-        caption += f"\n{OTHER_TOKENS}"
-    for said in filter(None, (bench.choice_in_words(record), bench.stream_in_words(record, "images"))):
-        caption += f"\n{said}"
-    title = f"{record['n_prompts']} images, batch {record['batch_size']}, temperature {record['temperature']}"
+    ]
+    if record["guarantee"] != "approximate" and not record["promises_tokens"]:
+        lines.append(OTHER_TOKENS)
+    if "auto" in record:
+        lines.append(f"auto: drafter {record['auto']}, because {record['why']}")
+    if "items_per_second" in record:
+        ratio = speed.in_words(record["over_transformers"])
+        lines.append(f"stream: {record['items_per_second']:.2f} prompts / s; against transformers in batches {ratio}")
+    title = f"{record['n_prompts']} prompts, batch {record['batch_size']}, temperature {record['temperature']}"
     rows = [{"name": name, "compared": record["compared"], **row} for name, row in record["baselines"].items()]
-    tables = [table(title, rows, COLUMNS, caption)]
+    tables = [table(title, rows, COLUMNS, "\n".join(lines))]
     if "rows" in record:
-        rows = [{"name": row["drafter"], **row} for row in record["rows"]]
-        tables.append(table("drafters", rows, {"drafter": "{name}", **AGAINST_STOCK}))
+        tables.append(table("drafters", record["rows"], {"drafter": "{drafter}", **AGAINST_STOCK}))
     if "categories" in record:
-        left = f"; {n} later turns are skipped" if (n := record["turns_left_out"]) else ""
         rows = [{"name": name or "(none)", **row} for name, row in record["categories"].items()]
-        tables.append(table(f"prompts by category{left}", rows, {"category": "{name}", **AGAINST_STOCK}))
+        tables.append(table("prompts by category", rows, {"category": "{name}", **AGAINST_STOCK}))
     return tables

@@ -105,8 +105,7 @@ def run(arguments: Options) -> None:
         check_folder(arguments.out, arms, judges, options, seed)
     record = bench(pipe, texts, methods, options, seed, arguments.batch_size, others=others)
     if judges is not None:
-        home = arguments.json.resolve().parent if arguments.json else None
-        judge(record, arms, options, judges, seed, arguments.out, home)
+        judge(record, arms, options, judges, seed, arguments.out)
     arguments.end(record, view(record))
 
 
@@ -241,19 +240,15 @@ def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[s
     tokens, memory = max(sum(run.count for run in found), 1), [trace.memory for trace in traces if trace.memory]
     row: dict[str, Any] = {"name": name, **arm.method, "order": arm.method["order"] or "raster"}
     row |= {"guarantee": stats.guarantee, "promises_tokens": arm.promise}
-    row |= {"n_prompts": len(found), **speed.compare(runs.get("stock", plain), found)}
+    row |= {"n_prompts": len(found), **speed.figures(runs.get("stock", plain), plain, found)}
     row |= {"identical": speed.compare(plain, found)["identical"], "identical_to": "plain (same seeds)"}
-    row |= speed.tau(found) | speed.over("over_plain", plain, found) | speed.acceptance(found)
-    row |= {"nfe_plain": speed.tau(plain)["nfe"], "nfe_reduction": speed.tau(plain)["nfe"] / row["nfe"]}
+    row["nfe_reduction"] = row["nfe_plain"] / row["nfe"]
     row["nfe_reduction_ci95"] = list(speed.bootstrap([slow / fast for slow, fast in zip(before, each)]))
     row |= {"trunk_passes": sum(each) / tokens, "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(sum(each), 1)}
     row |= {f"{part}_calls": sum(trace.calls[part] for trace in traces) / tokens for part in HEAD_CALLS}
     row |= {f"{part}_bytes": max(one.get(part, 0) for one in memory) for part in ("cache", "pass") if memory}
     maps = mean_map([acceptance_map(grid, arm.whole) for out in outputs for grid in out.maps])
-    row |= dict(zip(("acceptance_map", "acceptance_map_n"), maps))
-    row["drift_per_token"] = speed.drift(found)
-    costs = {key: value for key, value in speed.ideal(plain, found).items() if key != "gap"}
-    return row | costs | {"time_s": speed.time_by_stage(found)}
+    return row | dict(zip(("acceptance_map", "acceptance_map_n"), maps))
 
 
 def mean_map(maps: Sequence[np.ndarray | None]) -> tuple[list | None, list | None]:

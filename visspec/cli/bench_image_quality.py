@@ -106,12 +106,10 @@ def by_photos(texts: Sequence[str], photos: Path, extractor: str, clip: str, dev
 
 
 def judge(
-    record: dict[str, Any], arms: Arms, options: dict[str, Any], judges: Judges, seed: int, folder: Path | None,
-    home: Path | None = None,
-) -> None:  # fmt: skip
-    """Draw the prompts with every method and add scores and distances to the rows, in place. Images already in the
-    folder are kept, so an interrupted run continues. The record contains paths of images inside `home`, its own folder,
-    and thumbnails of others, because reports open no other files.
+    record: dict[str, Any], arms: Arms, options: dict[str, Any], judges: Judges, seed: int, folder: Path | None
+) -> None:
+    """Draw the prompts with every method and add scores, distances and thumbnails to the rows, in place. Images already
+    in the folder are kept, so an interrupted run continues.
     """
     extractor, reference = judges.extractor, None
     plain: Tensor | None = None
@@ -130,7 +128,7 @@ def judge(
             if plain.shape == table.features.shape and len(plain) > 1:
                 line["fd_paired"], line["fd_paired_floor"] = kid.paired(table.features, plain)
             seen = [(path, replace(one, verdict=verdicts.get(path))) for path, one in drawn[:SHOWN]]
-            line["images"] = [record_image(path, picture, home).entry() for path, picture in seen]
+            line["images"] = [record_image(path, picture).entry() for path, picture in seen]
 
 
 def scores(summary: dict[str, Any]) -> dict[str, Any]:
@@ -142,14 +140,10 @@ def scores(summary: dict[str, Any]) -> dict[str, Any]:
     return fields | {"strict": summary["strict"], "strict_ci95": intervals.of_mean_share(exactly)}
 
 
-def record_image(path: Path, picture: RecordImage, home: Path | None) -> RecordImage:
-    """Return a picture's entry in the record, with the map of its tokens if there is one."""
-    sidecar = path.with_suffix(".json")
-    if sidecar.is_file():
-        picture = replace(picture, acceptance=read_json(sidecar.parent, sidecar.name).get("acceptance"))
-    if home is not None and path.resolve().is_relative_to(home):
-        return replace(picture, path=str(path.resolve().relative_to(home)))
-    return replace(picture, png=small_png(open_image(path)))
+def record_image(path: Path, picture: RecordImage) -> RecordImage:
+    """Return a picture's entry in the record, with the map of its tokens."""
+    acceptance = read_json(path.parent, path.with_suffix(".json").name).get("acceptance")
+    return replace(picture, acceptance=acceptance, png=small_png(open_image(path)))
 
 
 def check_folder(folder: Path, arms: Arms, judges: Judges, options: dict[str, Any], seed: int) -> None:

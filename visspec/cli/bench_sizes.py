@@ -30,7 +30,6 @@ from visspec.eval.bench.oracle import Oracle, erring
 from visspec.io.options import Positive, Probability, option
 from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
-from visspec.models.attention import draft_attention
 from visspec.models.attention.pass_inputs import CACHE
 from visspec.types import Request, State
 
@@ -84,30 +83,21 @@ SIZES = {
     "qwen2.5-vl-7b": Size(28, 3584, 18944, 28, 4, 152064, qwen=True),
     "janus-pro-7b": Size(30, 4096, 11008, 32, 32, 16384),  # with its head for codes
     "llamagen-xl": Size(36, 1280, 3584, 20, 20, 16384),
+    "tiny": Size(2, 64, 96, 4, 1, 128, qwen=True),  # for a quick test
 }
-TINY = {"hidden": 64, "inner": 96, "heads": 4, "vocabulary": 128, "layers": 2}
 
 
 @dataclass(kw_only=True)
 class Options(BenchOptions):
-    sizes: list[str] = option("models whose sizes are measured", list(SIZES), choices=SIZES)
+    sizes: list[str] = option("models whose sizes are measured", [*SIZES][:-1], choices=SIZES)
     batch: list[Positive] = option("batch sizes", [1, 8, 32])
     acceptance: list[Probability] = option("probability that a drafted token is the target's own", [0.5, 0.7, 0.8, 0.9])
     levels: Positive = option("levels of a draft, which is a chain", 6)
     prompt: Positive = option("length of a prompt; an image takes about 600 tokens", 640)
     max_new_tokens: Positive = option("length of an answer", 128)
     repeats: Positive = option("number of batches of prompts", 3)
-    layers: Positive | None = option("number of layers (default: the model's own)", None)
-    tiny: bool = option("use a few small layers for a quick test", False)
-    compile: bool = option("compile our passes", False)
-    attention: str | None = option("attention of our passes (default: the device's)", None, choices=["mask", "tree"])
     device: str = option("torch device; auto: the GPU if there is one", "auto")
     dtype: Literal["float32", "bfloat16", "float16"] = option("dtype of the weights", "bfloat16")
-
-    @property
-    def changes(self) -> dict[str, int]:
-        """Changes to each size's configuration."""
-        return (TINY if self.tiny else {}) | ({"layers": self.layers} if self.layers else {})
 
 
 def run(arguments: Options) -> None:
@@ -123,7 +113,7 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
 
     `speedup` is for whole calls over transformers' generate, `decode_over_*` without the prompt. `ideal_speedup` is tau
     / (v + c + o) in passes over one node, where o is the part of our plain round outside the pass; `over_pass` is the
-    measured value in that unit. `attention` is the way our passes attend, None for the device's default. `identical` of
+    measured value in that unit. `attention` is the way our passes attend. `identical` of
     `compared` rows equal transformers'. `length_share` is tau of the policy over that of `levels` drafts. `bytes_bound`
     is the time to read the weights at read bandwidth over that of a pass. On a GPU there are also `pass_ms` and
     `host_share`, the part of a pass until the host has issued it.
@@ -133,12 +123,12 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
         raise ValueError(f"max_new_tokens: got {new}, expected at least 2.")
     rows, where, failures = [], {}, []
     for name in arguments.sizes:
-        size = SIZES[name]._replace(**_fitting(SIZES[name], arguments.changes))
+        size = SIZES[name]
         model = size.model(resolve_device(arguments.device), getattr(torch, arguments.dtype), prompt + new + levels + 1)
         where = provenance(model, repeats=arguments.repeats)
         for batch in tqdm(arguments.batch, desc=f"bench sizes {name}", leave=False):
             try:
-                case: Any = SizeCase(model, batch, prompt, new, levels, arguments.compile, arguments.attention)
+                case: Any = SizeCase(model, batch, prompt, new, levels)
                 results = case.rows(arguments.acceptance, arguments.repeats)
                 rows += [{"size": name, "layers": size.layers} | row for row in results]
             except RuntimeError as error:  # mostly out of memory; results so far are kept
@@ -150,39 +140,26 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
     record = {"bench": "sizes", "guarantee": "exact", "drafter": "oracle", "acceptance": "exact", "temperature": 0.0}
     record |= {"seed": 0, "n_prompts": arguments.repeats, "prompt": prompt, "max_new_tokens": new, "levels": levels}
     record |= {key: sum(row[key] for row in rows) for key in ("identical", "compared")}
-    record |= {"random_weights": True, "changes": arguments.changes, "failures": failures}
-    return record | {"rows": rows, "provenance": where}
-
-
-def _fitting(size: Size, changes: dict[str, int]) -> dict[str, Any]:
-    heads = changes.get("heads", size.heads)
-    return {**changes, "keys": max(1, heads * size.keys // size.heads)}
+    return record | {"random_weights": True, "failures": failures, "rows": rows, "provenance": where}
 
 
 class SizeCase:
     """One model at one batch size. A prompt is a number that seeds its ids."""
 
-    def __init__(self, model: Decoder, batch: int, length: int, new: int, levels: int, compile=False, attention=None):
+    def __init__(self, model: Decoder, batch: int, length: int, new: int, levels: int):
         self.model, self.batch, self.length, self.new, self.levels = model, batch, length, new, levels
         self.cuda, self.wait = model.device.type == "cuda", waiter(model.device)
         self.vocabulary = model.config.vocab_size
         self.static: StaticCache | None = None
         self.known: dict[int, Tensor] = {}
-        self.compile, self.attention = compile, attention
         self.plain = self.accelerate(None)
         self.drafters: dict[str, Oracle] = {}
         self.fast: dict[str, Accelerated] = {}
 
     def accelerate(self, drafter: Oracle | None) -> Accelerated:
         """Accelerate the model with a drafter, whose traits determine whether a policy chooses lengths."""
-        model, attention, adaptive = self.model, self.attention, drafter is not None and drafter.traits.adaptive_depth
-        fast = accelerate(model, drafter, adaptive=adaptive, levels=self.levels, compile=self.compile)
-        if attention is not None:
-            text, decoder = model.config.get_text_config(), fast.target.decoder
-            fast.target.masks.backend = draft_attention.choose_backend(
-                decoder, text, "sdpa", model.dtype, model.device, attention
-            )
-        return fast
+        adaptive = drafter is not None and drafter.traits.adaptive_depth
+        return accelerate(self.model, drafter, adaptive=adaptive, levels=self.levels)
 
     def ids(self, prompt: int) -> Tensor:
         generator = torch.Generator().manual_seed(prompt)
@@ -253,9 +230,8 @@ class SizeCase:
             row["length_share"] = reach / speed.tau(runs[f"{ORACLE} {acceptance:g}"])["tau"]
         row |= {key: against[key] for key in ("speedup", "speedup_ci95", "speedup_decode_only")}
         row["identical"] = sum(a == b for s, f in zip(runs[STOCK], found) for a, b in zip(s.tokens, f.tokens))
-        row |= {"compared": len(found) * self.batch, "compiled": name == STATIC and self.cuda}
+        row["compared"] = len(found) * self.batch
         row["ms_per_token"] = 1e3 * each[0] / max(len(found) * (self.new - 1), 1) if self.cuda else None
-        row["ms_per_round"] = 1e3 * each[0] / rounds[0] if self.cuda and rounds[0] else None
         row["attention"] = str(self.plain.target.masks.backend)
         for other in (STATIC, PLAIN):
             row[f"decode_over_{other}"] = speed.compare(runs[other], found)["speedup_decode_only"]
@@ -263,10 +239,9 @@ class SizeCase:
             v = passes["verify_over_plain"]
             c = sum(run.stages.get("draft", 0.0) for run in found) / max(rounds[0], 1) / passes["seconds"]
             o = max(0.0, each[1] / max(rounds[1], 1) / passes["seconds"] - 1)
-            over = passes["seconds"] * len(found) * (self.new - 1) / each[0]
-            row |= {"verify_over_plain": v, "draft_over_plain": c, "host_over_plain": o, "over_pass": over}
+            row |= {"verify_over_plain": v, "draft_over_plain": c, "host_over_plain": o}
+            row["over_pass"] = passes["seconds"] * len(found) * (self.new - 1) / each[0]
             row["ideal_speedup"] = reach / (v + c + o)
-            row["measured_over_ideal"] = over / row["ideal_speedup"]
         return row | {key: passes[key] for key in ("pass_ms", "host_share", "bytes_bound", "law_error")}
 
     @torch.inference_mode()

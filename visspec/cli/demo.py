@@ -52,16 +52,10 @@ class Options:
         "only caption scenes of this world (default: both, and draw pictures)", None, choices=list(WORLDS)
     )
     out: Path = option("folder of the page", Path("out/demo"), writes="folder")
-    race: Path | None = option("only write a GIF of plain and accelerated decoding in real time", None, writes="file")
 
 
 def run(arguments: Options) -> int:
     """Run the demo and write out/index.html. Returns 0 if all words and pictures are equal."""
-    if arguments.race:
-        from visspec.cli import race
-
-        race.write(arguments.race, captioner_of("shapes")[0], "painter", PAINTERS["painter"][0])
-        return 0
     import torch
     from rich.console import Console
 

@@ -1,22 +1,33 @@
-"""`visspec generate`: writes images as they are finished, a grid, maps, and a record of how each was drawn."""
+"""`visspec generate`: writes images as they are finished, a grid, maps, and a record of how each was drawn.
+
+With --ray several processes draw, and FOLDER/images.jsonl lists the images.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import io
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from visspec.cli.arguments import DrawingOptions, RayOptions, is_picture
-from visspec.io.files import replacing, write_json
+from visspec.io import included
+from visspec.io.files import Journal, replacing, write_json
 from visspec.io.options import Positive, option
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from visspec.api.images.pipeline import ImageOutput, ImagePipeline
+    from visspec.api.sources import Record
 
 CHOSEN = ("drafter", "acceptance", "order")
+SAMPLING = ("guidance_scale", "temperature", "top_k", "top_p", "height", "width")
 MEASURED = ("guarantee", "drift_per_token")  # figures of the batch of an image
 
 
@@ -54,16 +65,27 @@ class Options(RayOptions, DrawingOptions):
 
 def run(arguments: Options) -> int | None:
     """Draw the images. Finished images are kept if the run is interrupted."""
-    if arguments.ray:
-        from visspec.cli.generate_ray import run_ray
+    from visspec.api import sources
 
-        return run_ray(arguments)
-    if arguments.retry_failed:
-        raise ValueError("--retry-failed: got it without --ray. Pass both.")
+    if not arguments.prompt and arguments.prompts is None:
+        raise ValueError("prompt: got none, expected at least one.")
+    if arguments.prompts is not None:
+        sources.prompts(arguments.prompts)  # raises if the file does not exist
+    if arguments.ray:
+        return with_ray(arguments)
+    draw(arguments)
+    return None
+
+
+def draw(arguments: Options) -> None:
+    """Draw the images in this process, numbered after those of the folder."""
+    from visspec.api import sources
     from visspec.api.grid import grid
     from visspec.io.provenance import provenance
 
-    texts = read_prompts(arguments)
+    if arguments.retry_failed:
+        raise ValueError("--retry-failed: got it without --ray. Pass both.")
+    texts = [*arguments.prompt, *([] if arguments.prompts is None else sources.texts(arguments.prompts))]
     pipe = pipeline(arguments)
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
     stream = pipe.stream(texts, num_images_per_prompt=arguments.n, seed=arguments.seed, **settings(arguments))
@@ -100,31 +122,19 @@ def run(arguments: Options) -> int | None:
         if shown and arguments.grid:
             save(grid(shown, captions), arguments.grid)
             print(f"{arguments.grid}: all {len(shown)}")
-    return None
-
-
-def read_prompts(arguments: Options) -> list[str]:
-    """Return the prompts. Raises ValueError if there is none, or a line has none."""
-    from visspec.api import sources
-
-    prompts = [*arguments.prompt, *([] if arguments.prompts is None else sources.texts(arguments.prompts))]
-    if not prompts:
-        raise ValueError("prompt: got none, expected at least one.")
-    return prompts
 
 
 def pipeline(arguments: Options) -> ImagePipeline:
     from visspec.api.images.pipeline import ImagePipeline
 
-    chosen = {name: value for name in CHOSEN if (value := getattr(arguments, name)) is not None}
-    chosen |= {name: value for name in ("preset", "batch_invariant") if (value := getattr(arguments, name))}
+    names = (*CHOSEN, "preset", "batch_invariant")
+    chosen = {name: value for name in names if (value := getattr(arguments, name))}
     return ImagePipeline.from_pretrained(arguments.model, **chosen, **arguments.hardware)
 
 
 def settings(arguments: Options) -> dict[str, Any]:
     """Return the arguments of a pipeline call except prompts, seeds and the method."""
-    names = ("guidance_scale", "temperature", "top_k", "top_p", "height", "width", "batch_size")
-    return {name: getattr(arguments, name) for name in names}
+    return {name: getattr(arguments, name) for name in (*SAMPLING, "batch_size")}
 
 
 def first_number(folder: Path) -> int:
@@ -144,3 +154,82 @@ def save(image: Image.Image, path: Path) -> None:
     """Write an image as PNG, or as JPEG if the suffix says so."""
     with replacing(path) as draft:
         image.save(draft, format="JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG")
+
+
+def with_ray(arguments: Options) -> int:
+    """Draw the images that don't exist yet in several processes, and return the exit code."""
+    from visspec.api import sources
+    from visspec.cli.records import RecordRun
+
+    for name in ("json", "grid", "maps", "stats"):
+        if getattr(arguments, name):
+            raise ValueError(f"--{name}: got it with --ray. Leave one of them out.")
+    if is_picture(arguments.out):
+        raise ValueError(f"--out: got {arguments.out} with --ray, expected a folder.")
+    sources.need("ray", "--ray", "ray")
+    about: dict[str, Any] = {"model": arguments.model or included.image_model()}
+    about |= {name: getattr(arguments, name) for name in ("preset", "seed", *CHOSEN, *SAMPLING)}
+    about |= {"batch_invariant": True} if arguments.batch_invariant else {}
+    read = partial(image_records, arguments.prompt, arguments.prompts, arguments.n)
+    lines = arguments.out / "images.jsonl"
+    with Journal(lines, about, retry=arguments.retry_failed) as journal:
+        run = RecordRun(journal)
+        made = run.with_ray(read, partial(RecordImages, arguments), arguments, group=arguments.batch_size)
+        for row in run.with_bar(made):
+            if (file := row["image"]) is not None:  # named after its id, so that drawing it again replaces it
+                row["image"] = f"{hashlib.blake2b(repr(row['id']).encode(), digest_size=8).hexdigest()}.png"
+                with replacing(arguments.out / row["image"]) as draft:
+                    draft.write_bytes(file)
+            run.add(row)
+    return run.end(lines)
+
+
+def image_records(texts: list[str], file: Path | None, n: int) -> Iterator[Record]:
+    """Yield a record for each image; those of a prompt are ID#0, ID#1, ..."""
+    from visspec.api.sources import Record, prompts
+
+    read = chain((Record(text, prompt=text) for text in texts), () if file is None else prompts(file))
+    for record in read:
+        yield from (replace(record, id=f"{record.id}#{k}") for k in range(n)) if n > 1 else [record]
+
+
+class RecordImages:
+    """Loads the model and draws PNG files of records, each with its own seed. If a record can't be drawn, its row has
+    an error.
+    """
+
+    def __init__(self, arguments: Options):
+        self.pipe, self.options, self.seed = pipeline(arguments), settings(arguments), arguments.seed
+        self.pipe.set_progress_bar_config(disable=True)
+
+    def __call__(self, records: Iterable[Record]) -> Iterator[dict[str, Any]]:
+        records = list(records)
+        yield from (self._row(record, error=record.error) for record in records if record.error is not None)
+        if whole := [record for record in records if record.error is None]:
+            yield from self._tried(whole)
+
+    def _tried(self, records: list[Record]) -> list[dict[str, Any]]:
+        """Return the rows; if several records fail together, draw each alone to find the faulty one."""
+        try:
+            return list(self._drawn(records))
+        except (ValueError, RuntimeError) as error:
+            if len(records) == 1:
+                return [self._row(records[0], error=f"{records[0].id}: {str(error).splitlines()[0]}")]
+            return [row for record in records for row in self._tried([record])]
+
+    def _drawn(self, records: list[Record]) -> Iterator[dict[str, Any]]:
+        rows = [self._row(record) for record in records]
+        texts, seeds = [str(record.prompt) for record in records], [row["seed"] for row in rows]
+        left = iter(rows)
+        for part in self.pipe.stream(texts, seed=seeds, **self.options):
+            measured = {name: getattr(part.stats[0], name) for name in MEASURED}
+            for i, image in enumerate(part.images):
+                image.save(file := io.BytesIO(), format="PNG")
+                counts = {"tokens": part.tokens[i].numel(), "rounds": int(part.passes[i].max())}
+                yield next(left) | {"image": file.getvalue(), **counts, **measured}
+
+    def _row(self, record: Record, error: str | None = None) -> dict[str, Any]:
+        from visspec.api.sources import seed_of
+
+        row = {"id": record.id, "prompt": record.prompt, "seed": seed_of(self.seed, record.id), "image": None}
+        return row | {"tokens": 0, "rounds": 0, **dict.fromkeys(MEASURED), "error": error}

@@ -43,28 +43,23 @@ def run(arguments: Options) -> int:
     from visspec.api.server.worker import TextWorker
     from visspec.io import included
 
-    family = socket.AF_INET6 if ":" in arguments.host else socket.AF_INET
+    host, port, key, pipe = arguments.host, arguments.port, os.environ.get(KEY) or None, None
     try:
-        socket.create_server((arguments.host, arguments.port), family=family).close()
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET).close()
     except OSError as error:
-        raise ValueError(f"--host, --port: can't listen on {arguments.host}, {arguments.port} ({error}).") from None
-    key, local = os.environ.get(KEY) or None, arguments.host in LOCAL
+        raise ValueError(f"--host, --port: can't listen on {host}, {port} ({error}).") from None
     fast, processor = load(arguments)
-    pipe = None
     if arguments.image_model is not None:
-        how: dict[str, Any] = arguments.hardware | {"batch_invariant": arguments.batch_invariant}
+        how: dict[str, Any] = {"batch_invariant": arguments.batch_invariant, **arguments.hardware}
         pipe = ImagePipeline.from_pretrained(arguments.image_model, **how)
         pipe.set_progress_bar_config(disable=True)
     sizes = {name: getattr(arguments, name) for name in ("slots", "max_new_tokens", "max_pixels", "prefix_cache")}
     text = TextWorker(arguments.model or included.text_model(), fast, processor, **sizes)
-    limits = {"places": arguments.places, "max_body": arguments.max_body}
-    app = application(Service(text, pipe, arguments.image_model), key=key, local=local, **limits)
-    if key is None and not local:
-        print(
-            f"visspec: anyone who can reach {arguments.host} can use this server; set {KEY} to a key", file=sys.stderr
-        )
+    limits = {"local": host in LOCAL, "places": arguments.places, "max_body": arguments.max_body}
+    app = application(Service(text, pipe, arguments.image_model), key=key, **limits)
+    if key is None and host not in LOCAL:
+        print(f"visspec: anyone who can reach {host} can use this server; set {KEY} to a key", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises the signal again when it has finished
-    where = {"host": arguments.host, "port": arguments.port, "timeout_graceful_shutdown": arguments.grace}
     with suppress(KeyboardInterrupt):  # uvicorn raises it again after Ctrl-C
-        uvicorn.run(app, **where, server_header=False)
+        uvicorn.run(app, host=host, port=port, timeout_graceful_shutdown=arguments.grace, server_header=False)
     return 0

@@ -6,7 +6,7 @@ it is a fixed one, because adaptive lengths would make samples depend on timing.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -16,11 +16,12 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from visspec import presets, registry
 from visspec.api import loading, sources
-from visspec.api.captions import default_prompt, prepare
+from visspec.api.captions import default_prompt
 from visspec.api.images.pipeline import ImagePipeline
+from visspec.api.sources import Record
 from visspec.api.text.accelerate import accelerate, default_drafter
 from visspec.cli.arguments import SamplingOptions, TargetOptions
-from visspec.cli.bench import BenchOptions, CaptionArm, Cell, groups_of, measured_on, readable, table
+from visspec.cli.bench import BenchOptions, CaptionArm, Cell, in_groups, measured_on, readable, table
 from visspec.cli.bench_image import as_arguments, bench, fitting
 from visspec.cli.bench_text import read_prompts
 from visspec.eval.bench import paired
@@ -91,12 +92,9 @@ def tune_captions(arguments: Options) -> tuple[PreTrainedModel, dict[str, Any]]:
     own = default_drafter(model)[0]
     drafters = arguments.drafters or list(dict.fromkeys(["ngram", *([str(own)] if own else [])]))
     what, where = ("prompts", arguments.prompts) if texts else ("images", ", ".join(arguments.images or ()))
-    given = (
-        ((image, record.prompt) for image, record in readable(records))
-        if records
-        else (([], prompt.prompt) for prompt in read_prompts(arguments.prompts))
-    )
-    items = list(islice(given, 2 * arguments.count))  # pairs of an image, or an empty list, and its prompt
+    request = arguments.prompt or default_prompt(str(model.name_or_path))
+    found = read_prompts(arguments.prompts) if records is None else readable(records)
+    items = [replace(one, prompt=one.prompt or request) for one in islice(found, 2 * arguments.count)]
     if len(items) < (wanted := 2 * max(arguments.batches)):
         raise ValueError(f"{what}: got {len(items)} that can be read, expected {wanted} or more in {where}.")
     return model, tune(model, processor, items, drafters, arguments)
@@ -114,18 +112,16 @@ def candidates(drafters: Sequence[str], model: PreTrainedModel) -> list[str]:
 
 
 def tune(
-    model: PreTrainedModel, processor: ProcessorMixin, images: Sequence[tuple], drafters: list[str], arguments: Options
+    model: PreTrainedModel, processor: ProcessorMixin, items: Sequence[Record], drafters: list[str], arguments: Options
 ) -> dict[str, Any]:
-    """Measure all rows on the first half of the pairs and the best on the second. Returns the record."""
-    half, rule = len(images) // 2, arguments.acceptance
-    request = arguments.prompt or default_prompt(str(model.name_or_path))
+    """Measure all rows on the first half of the records and the best on the second. Returns the record."""
+    half, rule = len(items) // 2, arguments.acceptance
     specs, lengths = candidates(drafters, model), sorted(set(arguments.lengths))
 
-    def batches(some: Sequence[tuple], size: int) -> list[dict[str, Any]]:
-        whole = [zip(*group) for group in groups_of(some, size) if len(group) == size]
-        return [prepare(processor, list(i), [p or request for p in asked], model) for i, asked in whole]
+    def batches(some: Sequence[Record], size: int) -> list[dict[str, Any]]:
+        return [inputs for _, inputs in in_groups(processor, some[: len(some) // size * size], size, model)]
 
-    firsts, others = ({n: batches(some, n) for n in arguments.batches} for some in (images[:half], images[half:]))
+    firsts, others = ({n: batches(some, n) for n in arguments.batches} for some in (items[:half], items[half:]))
     rows: dict[int, list[dict[str, Any]]] = {}
     for size in arguments.batches:
         common = {"acceptance": rule, "batch_size": size}
@@ -146,7 +142,7 @@ def tune(
     record |= {name: choice[name] for name in FIGURES}
     record["best_predicted"] = max((row["predicted_speedup"] for row in found if row["levels"]), default=1.0)
     record["guarantee"] = "exact" if choice["levels"] == 0 else registry.rule(rule).traits.guarantee
-    record |= {"n_prompts": half, "n_checked": len(images) - half, "seed": arguments.seed}
+    record |= {"n_prompts": half, "n_checked": len(items) - half, "seed": arguments.seed}
     return record | arguments.generation
 
 

@@ -10,8 +10,12 @@ import math
 import re
 from typing import Annotated, Any, Literal
 
+from fastapi.exceptions import RequestValidationError
+from openai.types.chat import ChatCompletionContentPartImage, ChatCompletionContentPartText
+from openai.types.shared import ResponseFormatJSONObject, ResponseFormatJSONSchema, ResponseFormatText
 from PIL.Image import Image
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from starlette.exceptions import HTTPException
 
 from visspec.io.images import image_size, read_image
 
@@ -44,23 +48,9 @@ class Strict(BaseModel):
         return {name: value for name, value in body.items() if name == "model" or value not in (None, [], {})}
 
 
-class TextPart(Strict):
-    type: Literal["text"]
-    text: str
-
-
-class ImageURL(Strict):
-    url: str
-    detail: Literal["auto", "high"] = "auto"  # without effect: the model's processor decides
-
-
-class ImagePart(Strict):
-    type: Literal["image_url"]
-    image_url: ImageURL
-
-
-Part = Annotated[TextPart | ImagePart, Field(discriminator="type")]
+Part = Annotated[ChatCompletionContentPartText | ChatCompletionContentPartImage, Field(discriminator="type")]
 AsPart = BeforeValidator(lambda given: [{"type": "text", "text": given}] if isinstance(given, str) else given)
+Format = ResponseFormatText | ResponseFormatJSONObject | ResponseFormatJSONSchema
 
 
 class Message(Strict):
@@ -70,22 +60,6 @@ class Message(Strict):
 
 class StreamOptions(Strict):
     include_usage: bool = False
-
-
-class JsonSchema(Strict):
-    name: str
-    content: dict[str, Any] = Field(alias="schema")
-    description: str = ""
-    strict: bool = False
-
-
-class SchemaFormat(Strict):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-class PlainFormat(Strict):
-    type: Literal["text", "json_object"] = "text"
 
 
 class Body(Strict):
@@ -118,7 +92,7 @@ class ChatBody(Body):
     logprobs: Literal[False] = False  # not supported, but clients send the default values of this and the next two
     frequency_penalty: float = Field(0, ge=0, le=0)
     presence_penalty: float = Field(0, ge=0, le=0)
-    response_format: Annotated[SchemaFormat | PlainFormat, Field(discriminator="type")] = PlainFormat()
+    response_format: Annotated[Format, Field(discriminator="type")] = ResponseFormatText(type="text")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -134,8 +108,8 @@ class ChatBody(Body):
     @property
     def json_schema(self) -> dict[str, Any] | None:
         """The schema of the answer; None for text."""
-        if isinstance(self.response_format, SchemaFormat):
-            return self.response_format.json_schema.content
+        if isinstance(self.response_format, ResponseFormatJSONSchema):
+            return self.response_format.json_schema.schema_ or {}
         return {"type": "object"} if self.response_format.type == "json_object" else None
 
     @property
@@ -143,21 +117,18 @@ class ChatBody(Body):
         """The messages in the form of chat templates, without images."""
         messages = []
         for message in self.messages:
-            parts = [p.model_dump() if isinstance(p, TextPart) else {"type": "image"} for p in message.content]
+            parts = [part.to_dict() if part.type == "text" else {"type": "image"} for part in message.content]
             messages.append({"role": message.role.replace("developer", "system"), "content": parts})
         return messages
 
     def images(self, max_pixels: int) -> list[Image]:
-        """Decode the images. Raises RequestError if they have more than `max_pixels` pixels in total."""
+        """Decode the images. Raises ValueError if they have more than `max_pixels` pixels in total."""
         parts = [part for message in self.messages for part in message.content]
-        try:
-            files = [image_bytes(part.image_url.url) for part in parts if isinstance(part, ImagePart)]
-            pixels = sum(math.prod(image_size(data, "an image", max_pixels)) for data in files)
-            if pixels > max_pixels:
-                raise ValueError(f"the images have {pixels} pixels in total, more than {max_pixels}.")
-            return [read_image(data, "an image", max_pixels) for data in files]
-        except ValueError as error:
-            raise RequestError(f"messages: {error}", param="messages") from None
+        files = [image_bytes(part.image_url.url) for part in parts if part.type == "image_url"]
+        pixels = sum(math.prod(image_size(data, "messages: an image", max_pixels)) for data in files)
+        if pixels > max_pixels:
+            raise ValueError(f"messages: the images have {pixels} pixels in total, more than {max_pixels}.")
+        return [read_image(data, "messages: an image", max_pixels) for data in files]
 
 
 class DrawingBody(Body):
@@ -170,6 +141,20 @@ class DrawingBody(Body):
     size: str = Field("auto", pattern=r"^(auto|0*[1-9][0-9]{0,4}x0*[1-9][0-9]{0,4})$")
     response_format: Literal["b64_json"] = "b64_json"
     output_format: Literal["png"] = "png"
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """Convert an exception. A ValueError is about the argument whose name it begins with."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, RequestValidationError):
+        return refusal(error.errors()[0])
+    if isinstance(error, HTTPException):
+        return RequestError(error.detail, error.status_code)
+    if isinstance(error, ValueError):
+        name = str(error).partition(":")[0]
+        return RequestError(str(error), param=name if name.isidentifier() else None)
+    return RequestError(f"{type(error).__name__}: {error}.", 500)
 
 
 def refusal(error: dict[str, Any]) -> RequestError:
@@ -185,8 +170,8 @@ def image_bytes(url: str) -> bytes:
     """Decode a data URL. Raises ValueError for other URLs."""
     if (head := DATA_URL.match(url)) is None:
         form = "a data URL of a PNG, JPEG or WEBP (data:image/png;base64,...). This server fetches nothing"
-        raise ValueError(f"got {url[:40]!r} for an image, send {form}.")
+        raise ValueError(f"messages: got {url[:40]!r} for an image, send {form}.")
     try:
         return base64.b64decode(url[head.end() :], validate=True)
     except binascii.Error as error:
-        raise ValueError(f"the base64 of an image cannot be read ({error}).") from None
+        raise ValueError(f"messages: the base64 of an image cannot be read ({error}).") from None

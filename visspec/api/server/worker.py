@@ -11,14 +11,15 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from visspec.api.captions import move_inputs, process_chats, tokenizer_of
 from visspec.api.schemas import JsonGrammars
 from visspec.api.server.completions import ChatBody, RequestError
 from visspec.api.text.accelerate import Accelerated
+from visspec.io.checkpoint import first_line
 from visspec.io.images import MAX_PIXELS
 from visspec.loop.stream import Answer
 from visspec.models.decoder.prefix import PrefixCache
@@ -27,14 +28,7 @@ from visspec.types import Processor
 logger = logging.getLogger(__name__)
 
 
-class Part(NamedTuple):
-    """A piece of an answer. `choice` has OpenAI's streamed form; `counts` of tokens are set at its end."""
-
-    choice: dict[str, Any]
-    counts: Counter[str]
-
-
-Tell = Callable[[Part | Exception], Any]
+Tell = Callable[[dict[str, Any] | Exception], Any]  # takes a piece of an answer in OpenAI's streamed form
 
 
 class StopTextFilter:
@@ -49,26 +43,22 @@ class StopTextFilter:
         self.stopped = False
 
     def add(self, tokens: list[int]) -> str:
-        """Add tokens, and return the text that they complete."""
-        before = len(self.tokens)
-        self.tokens += tokens
-        full = self._read(len(self.tokens))
-        if any(stop in full for stop in self.stops):
-            # find the first token that completes one, so that rounds don't matter
-            numbers = range(before + 1, len(self.tokens) + 1)
-            del self.tokens[next(n for n in numbers if any(s in self._read(n) for s in self.stops)) :]
-            self.stopped = True
-            full = self._read(len(self.tokens))
-            return self._grown(full[: min(at for stop in self.stops if (at := full.find(stop)) >= 0)])
-        full = full.rstrip("\ufffd")
-        return self._grown(full[: len(full) - max((pending(full, stop) for stop in self.stops), default=0)])
+        """Add tokens up to the first one that completes a stop text, and return the text that they complete."""
+        for some in ([token] for token in tokens) if self.stops else [tokens]:
+            self.tokens += some
+            text = self._read()
+            if found := [at for stop in self.stops if (at := text.find(stop)) >= 0]:
+                self.stopped = True
+                return self._grown(text[: min(found)])
+        text = self._read().rstrip("\ufffd")
+        return self._grown(text[: len(text) - max((pending(text, stop) for stop in self.stops), default=0)])
 
     def finish(self) -> str:
         """Return the text that was held back, after the last token."""
-        return "" if self.stopped else self._grown(self._read(len(self.tokens)))
+        return "" if self.stopped else self._grown(self._read())
 
-    def _read(self, count: int) -> str:
-        return self.decode(self.tokens[:count]).lstrip()
+    def _read(self) -> str:
+        return self.decode(self.tokens).lstrip()
 
     def _grown(self, text: str) -> str:
         text, before = text.rstrip(), len(self.text)
@@ -84,7 +74,9 @@ def pending(text: str, stop: str) -> int:
 
 @dataclass(eq=False)
 class AnswerRow:
-    """One choice of a chat. `inputs` are freed when it runs. `explain` returns why a text violates the schema."""
+    """One choice of a chat. `inputs` are freed when it runs, and `counts` of tokens are set at its end. `explain`
+    returns why a text violates the schema.
+    """
 
     index: int
     inputs: dict[str, Any]
@@ -93,6 +85,7 @@ class AnswerRow:
     cancelled: threading.Event
     explain: Callable[[str], str | None] | None
     begun: bool = False
+    counts: Counter[str] = field(default_factory=Counter)
 
     def entry(self) -> dict[str, Any]:
         """Return the arguments for the stream, without keeping the pixels."""
@@ -114,13 +107,13 @@ class AnswerRow:
         if self.explain is not None and reason == "stop" and not stopped and (why := self.explain(self.writer.text)):
             return self.tell(RequestError(f"response_format: the answer does not fit the schema ({why})", 500))
         accepted, drafted = answer.origin[:count].count("drafted"), sum(one.levels for one in answer.rounds)
-        self._tell(rest, reason, Counter(tokens=count, accepted=accepted, rejected=drafted - accepted))
+        self.counts = Counter(tokens=count, accepted=accepted, rejected=drafted - accepted)
+        self._tell(rest, reason)
 
-    def _tell(self, text: str, reason: str | None = None, counts: Counter[str] | None = None) -> None:
+    def _tell(self, text: str, reason: str | None = None) -> None:
         delta = {"content": text} | ({} if self.begun else {"role": "assistant"})
         self.begun = True
-        choice = {"index": self.index, "delta": delta, "finish_reason": reason}
-        self.tell(Part(choice, counts or Counter()))
+        self.tell({"index": self.index, "delta": delta, "finish_reason": reason})
 
 
 class TextWorker:
@@ -129,16 +122,9 @@ class TextWorker:
     """
 
     def __init__(
-        self,
-        name: str,
-        fast: Accelerated,
-        processor: Processor,
-        *,
-        slots: int = 8,
-        max_new_tokens: int = 512,
-        max_pixels: int = MAX_PIXELS,
-        prefix_cache: int | None = None,
-    ):
+        self, name: str, fast: Accelerated, processor: Processor, *, slots: int = 8, max_new_tokens: int = 512,
+        max_pixels: int = MAX_PIXELS, prefix_cache: int | None = None,
+    ):  # fmt: skip
         fast.stream([], slots=slots)  # raises ValueError if rows can't enter a batch with this drafter
         self.name, self.fast, self.processor, self.slots = name, fast, processor, slots
         self.max_new_tokens, self.max_pixels = max_new_tokens, max_pixels
@@ -147,45 +133,42 @@ class TextWorker:
         tokenizer: Any = copy.deepcopy(tokenizer_of(processor))  # tokenizers are not thread-safe
         self.decode = partial(tokenizer.decode, skip_special_tokens=True)
         self.grammars: JsonGrammars | None = None
-        self.queue: queue.SimpleQueue[AnswerRow | None] = queue.SimpleQueue()
+        self.queue: queue.Queue[AnswerRow | None] = queue.Queue(slots)
         self.running: set[AnswerRow] = set()
         self.closed = False
         self.thread = threading.Thread(target=self._work, name="visspec-chats", daemon=True)
         self.thread.start()
 
-    def prepare(self, body: ChatBody, tell: Tell, cancelled: threading.Event) -> tuple[list[AnswerRow], int]:
-        """Return the rows of a chat, one per choice, and the prompt's length. Not thread-safe. Raises RequestError."""
+    def submit(self, body: ChatBody, tell: Tell, cancelled: threading.Event) -> tuple[list[AnswerRow], int]:
+        """Prepare a chat and wait until the queue has room, so that few pixels are in memory. Returns its rows, one per
+        choice, and the prompt's length. Not thread-safe. Raises ValueError.
+        """
         images = body.images(self.max_pixels)
         try:
             inputs = process_chats(self.processor, [body.chat], [images])
         except Exception as error:  # chat templates and processors may raise anything
-            message = str(error).split("\n")[0][:200]
-            raise RequestError(f"messages: the model's processor rejects them ({message}).", param="messages") from None
+            raise ValueError(f"messages: the model's processor rejects them ({first_line(error)}).") from None
         length, explain = inputs["input_ids"].shape[1], None
         inputs = move_inputs(inputs, self.fast.model) | body.options | {"max_new_tokens": self._room(length, body)}
         if (schema := body.json_schema) is not None:
-            try:
-                if self.grammars is None:
-                    self.grammars = JsonGrammars(tokenizer_of(self.processor), self.fast.model, "response_format")
-                inputs |= self.grammars.options(schema)
-            except ValueError as error:
-                raise RequestError(str(error), param="response_format") from None
+            if self.grammars is None:
+                self.grammars = JsonGrammars(tokenizer_of(self.processor), self.fast.model, "response_format")
+            inputs |= self.grammars.options(schema)
             explain = partial(self.grammars.explain, schema=schema)
         rows = []
         for index in range(body.n):
             own = inputs | ({} if body.seed is None else {"seed": body.seed + index})
             rows.append(AnswerRow(index, own, StopTextFilter(self.decode, body.stop), tell, cancelled, explain))
+        for row in rows:
+            self.queue.put(row)
         return rows, length
 
     def _room(self, length: int, body: ChatBody) -> int:
-        """Return how many tokens an answer may have after a prompt. Raises RequestError beyond the model's context."""
+        """Return how many tokens an answer may have after a prompt. Raises ValueError beyond the model's context."""
         left = self.context - length
         most = body.max_completion_tokens or body.max_tokens or max(1, min(self.max_new_tokens, left))
         if most > left:
-            message = (
-                f"messages: a prompt of {length} tokens and {most} new ones exceed the model's context, {self.context}"
-            )
-            raise RequestError(message, param="messages", code="context_length_exceeded")
+            raise ValueError(f"messages: {length} + {most} tokens exceed the model's context, {self.context}.")
         return most
 
     def close(self) -> None:

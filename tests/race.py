@@ -1,14 +1,12 @@
-"""`visspec demo --race FILE`: plain and accelerated decoding side by side in real time, as an animated GIF.
+"""Draws docs/race.gif, plain and accelerated decoding side by side in real time: `python -P tests/race.py FILE`.
 
 Every token and code appears at the time at which it was committed: first a caption, against transformers' `generate`,
 then a picture, against plain decoding in our loop.
 """
 
-from __future__ import annotations
-
+import sys
 from bisect import bisect_right
 from dataclasses import dataclass
-from pathlib import Path
 from time import perf_counter
 
 from PIL import Image, ImageDraw
@@ -107,16 +105,18 @@ def pictures(name: str, prompt: str) -> list[Lane]:
     return lanes
 
 
-def write(file: Path, captioner: str, painter: str, prompt: str) -> None:
-    """Run both races with included models and write the animation."""
-    races = captions(captioner), pictures(painter, prompt)
+def main(path: str) -> None:
+    captioner = "captioner-smollm2" if (included.PUBLISHED / "smollm2").is_dir() else "captioner"
     frames: list[Image.Image] = []
-    for lanes in races:
+    for lanes in captions(captioner), pictures("painter", "a photo of three stars"):
         last = max(lane.seconds[-1] for lane in lanes)
         for number in range(int((last + WAIT) / STEP)):
             frame = Image.new("RGB", (WIDTH, HEIGHT), PAPER)
             for place, lane in enumerate(lanes):
                 lane.draw(frame, MARGIN + place * WIDTH // 2, number * STEP)
             frames.append(frame.quantize(255))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    frames[0].save(file, save_all=True, append_images=frames[1:], duration=int(1000 * STEP), loop=0, optimize=True)
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=int(1000 * STEP), loop=0, optimize=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
