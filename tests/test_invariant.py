@@ -6,6 +6,9 @@ import pytest
 import torch
 import transformers as tf
 from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers.pytorch_utils import Conv1D
 
 import visspec
 from tests import tiny
@@ -13,7 +16,7 @@ from tests.doubles import one_sentence
 from visspec.models.attention.draft_attention import folded_attention
 from visspec.models.decoder.prefix import PrefixCache
 from visspec.models.eagle.drafter import EagleDrafter
-from visspec.models.runner.widths import REFERENCE, PassWidths
+from visspec.models.runner.widths import REFERENCE, PassWidths, ProductsInParts, agreeing
 
 NEW = 24
 LENGTHS = (5, 33, 12, 58)
@@ -278,17 +281,47 @@ def test_refused_pipelines():
         pipe("a photo of a red ring")
 
 
-def test_longer_neighbors_change_no_bit_of_attention():
-    """Sums over 256 keys are split otherwise than those over more: such a pass reads more."""
-    widths = PassWidths([], [(2, 3, 16)], torch.bfloat16, torch.device("cpu"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_longer_neighbors_change_no_bit_of_attention(dtype):
+    """Sums over some numbers of keys are split otherwise than those over more: such a pass reads more."""
+    widths = PassWidths([], [(2, 3, 16)], dtype, torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
-    query = torch.randn(1, 6, 4, 16, generator=generator)
-    key, value = torch.randn(2, 1, 2, 1200, 16, generator=generator)
+    query = torch.randn(1, 6, 4, 16, generator=generator).to(dtype)
+    key, value = torch.randn(2, 1, 2, 1200, 16, generator=generator).to(dtype)
 
     def attended(seen, extent):
-        mask = torch.where(torch.arange(extent) < seen, 0, torch.finfo(torch.float32).min).expand(1, 1, 12, -1)
+        mask = torch.where(torch.arange(extent) < seen, 0.0, torch.finfo(dtype).min).to(dtype).expand(1, 1, 12, -1)
         return folded_attention(query, key[:, :, :extent], value[:, :, :extent], mask, None)
 
     for seen in (100, 200, 300, 500, 530, 700):
         assert torch.equal(attended(seen, widths.extent(seen)), attended(seen, widths.extent(seen + 300)))
-    assert not torch.equal(attended(200, 256), attended(200, 384))
+    shorter = [(200, 256), (300, 384)]  # which of them differs depends on the processor
+    assert dtype == torch.bfloat16 or not all(torch.equal(attended(*each), attended(each[0], 1024)) for each in shorter)
+
+
+@pytest.mark.parametrize("rows", [(3, 12), (37,), (2, 8), (4, 16)])
+@pytest.mark.parametrize("layer", [torch.nn.Linear(24, 40), Conv1D(40, 24)])
+@torch.no_grad()
+def test_large_products_are_computed_in_parts(layer, rows):
+    """Every product that a layer asks for has 16 rows, and the result is that of the whole."""
+    x, seen = torch.randn(*rows, 24), []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            if function in (F.linear, torch.addmm):
+                seen.append(args[function is torch.addmm].flatten(0, -2).shape[0])
+            return function(*args, **kwargs or {})
+
+    with Watch(), ProductsInParts(16):
+        parts = layer(x)
+    torch.testing.assert_close(parts, layer(x))
+    assert set(seen) == {16}
+
+
+def test_products_that_agree_nowhere_else_are_split(monkeypatch):
+    """As in bfloat16 on CPUs with AMX, where more than 32 rows agree with no fewer."""
+    monkeypatch.setattr(PassWidths, "_agrees", lambda self, rows: rows <= 32)
+    widths = PassWidths([], [], torch.bfloat16, torch.device("cpu"))
+    assert [widths.nodes(rows, 17) for rows in (1, 2, 8)] == [17, 17, 17]
+    assert [widths.part(rows) for rows in (16, 32, 34, 136)] == [16, 32, 32, 32]
+    assert isinstance(agreeing(widths, 34), ProductsInParts) and not isinstance(agreeing(widths, 32), ProductsInParts)

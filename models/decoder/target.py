@@ -45,7 +45,7 @@ from visspec.models.decoder.layer_skip import LayerSubset
 from visspec.models.layers import depth
 from visspec.models.runner.compiled import CompiledPasses, compiled_passes
 from visspec.models.runner.graphs import GraphedForward, graphed_forward
-from visspec.models.runner.widths import PassWidths
+from visspec.models.runner.widths import PassWidths, agreeing
 from visspec.sampling import process, warp
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target
 
@@ -314,9 +314,9 @@ class HFDecoder(Target):
         ids = contiguous_copy(draft.value) if slots.steady else draft.value
         attention = self.masks(slots, tree, extent)
         positions = state.position[:, None] + tree.depth.clamp(max=last)
-        if not state.cache.moves:
-            return self.forward(model, state.cache, attention, ids, positions)
-        with rotary.SteppedRope(self.rotary, positions + state.cache.lag[:, None] + 1):
+        lag = state.cache.lag[:, None] + 1 if state.cache.moves else None
+        moved = nullcontext() if lag is None else rotary.SteppedRope(self.rotary, positions + lag)
+        with agreeing(self.widths, ids.numel()), moved:
             return self.forward(model, state.cache, attention, ids, positions)
 
     def forward(

@@ -28,7 +28,7 @@ from visspec.models.attention.pass_inputs import CACHE, NAME, AttentionInputs, M
 from visspec.models.image_codes.family import EncodedPrompt, Family
 from visspec.models.runner.compiled import CompiledPasses
 from visspec.models.runner.graphs import GraphedForward, graphed_forward
-from visspec.models.runner.widths import PassWidths
+from visspec.models.runner.widths import PassWidths, agreeing
 from visspec.sampling import process, warp
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target, Tree
 
@@ -190,7 +190,9 @@ class ImageAR(Target):
         if self.widths is not None:
             draft = self.widths.pad(draft, _twice(state))
         embeds = self._embed(state, draft, state.position[:, None] + draft.tree.depth)
-        return self._attend(state, draft.tree, embeds if _twice(state) == 1 else embeds.repeat(2, 1, 1), decoder)
+        embeds = embeds if _twice(state) == 1 else embeds.repeat(2, 1, 1)
+        with agreeing(self.widths, embeds[..., 0].numel()):
+            return self._attend(state, draft.tree, embeds, decoder)
 
     def _attend(self, state: State, tree: Tree, embeds: Tensor, decoder: nn.Module | None = None) -> Tensor:
         """Return hidden states (R, N, d) of a pass over a tree's nodes, given their inputs."""
@@ -275,7 +277,8 @@ class ImageAR(Target):
 
     def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
         """Return scores of the nodes with hidden states `last` (R, N, d); `hidden` (R, L, d) are the whole pass's."""
-        logits = self.family.head(last)  # includes padding nodes, which are rows of this product
+        with agreeing(self.widths, last[..., 0].numel()):
+            logits = self.family.head(last)  # includes padding nodes, which are rows of this product
         if self.widths is not None:
             logits = logits[:, : draft.tree.size]
         logits, uncond, features = self._parts(state, logits, hidden)

@@ -5,7 +5,8 @@ depends on the rest of the pass in three ways, each of which is fixed here or in
 
 * Products. A matrix product may sum along its inner dimension in another order for another number of rows, but not for
   other values in the other rows or for another place. So a pass is padded to a number of rows whose products agree bit
-  for bit with those of `REFERENCE` rows (`PassWidths`).
+  for bit with those of `REFERENCE` rows (`PassWidths.pad`). Larger products that don't agree, as those of more than 32
+  rows in bfloat16 on CPUs with AMX, are computed in parts (`agreeing`).
 * Attention. Its sums run over keys, in blocks that depend on the number of keys: on a CPU in blocks of 512, the last of
   which is split once more for 384 and 512 keys but not for 256. Masked keys have weight 0, and adding 0 changes no sum,
   so a pass sees a multiple of `STEP` keys that is split like longer ones (`PassWidths.extent`). The number of queries
@@ -22,11 +23,13 @@ Shapes: B rows, N nodes, M = B N rows of a product, G query heads per key head, 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from visspec import tree as trees
 from visspec.models.attention.draft_attention import folded_attention
@@ -38,6 +41,7 @@ WIDER = 64  # maximum padding of a pass, for each row of the batch
 OUTPUTS = 2048  # columns of a product to compare on a CPU, where random numbers take time
 BLOCK = 4 * STEP  # keys in a block of the CPU's attention
 EXTENTS = (STEP, 3 * STEP, BLOCK, BLOCK + STEP)  # numbers of keys for comparing numbers of queries
+PARTS = (4 * REFERENCE, 2 * REFERENCE)  # numbers of rows to split larger products into, besides `REFERENCE`
 SAMPLES = 4  # different rows in a check
 LARGE = 2.0**11
 _known: dict[Hashable, Any] = {}  # reference results, and whether other sizes agree with them
@@ -74,10 +78,10 @@ class PassWidths:
         if key not in self._found:
             numbers = range(nodes, nodes + WIDER + 1)
             with torch.inference_mode():
-                self._found[key] = next((n for n in numbers if self._agrees(rows * n) and self._attends(n)), None)
+                self._found[key] = next((n for n in numbers if self._fits(rows * n) and self._attends(n)), None)
         if (width := self._found[key]) is None:
             raise ValueError(
-                f"batch_invariant: found no width for {rows} rows of {nodes} nodes at which {self.dtype} products on"
+                f"batch_invariant: found no width for {rows} rows of {nodes} nodes at which {self.dtype} passes on"
                 f" {self.device.type} agree. Leave batch_invariant out."
             )
         return width
@@ -113,6 +117,15 @@ class PassWidths:
         more = draft.value[:, -1:].expand(-1, width - size, *draft.value.shape[2:])
         return Draft(torch.cat([draft.value, more], dim=1), trees.chain(width - 1, str(draft.value.device)))
 
+    def part(self, rows: int) -> int:
+        """Return the number of rows of a product to compute at once: `rows` where it agrees."""
+        with torch.inference_mode():
+            return next((n for n in (rows, *PARTS) if self._agrees(n)), REFERENCE)
+
+    def _fits(self, rows: int) -> bool:
+        """Return whether products of so many rows agree, or are large enough to be computed in parts."""
+        return rows >= 2 * REFERENCE or self._agrees(rows)
+
     def _agrees(self, rows: int) -> bool:
         return all(self._compare((*shape, rows), (*shape, REFERENCE), _product) for shape in self.products)
 
@@ -139,6 +152,36 @@ class PassWidths:
             result = function(of, self.dtype, self.device)
             _known[key] = torch.equal(result, _tiled(_known[*where, same], len(result)))
         return _known[key]
+
+
+class ProductsInParts(TorchFunctionMode):
+    """Computes the products of linear layers with at most `most` rows at once. The last rows are computed together with
+    rows before them, because fewer rows may not agree.
+    """
+
+    def __init__(self, most: int):
+        super().__init__()
+        self.most = most
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is F.linear and (x := args[0]).numel() > self.most * x.shape[-1]:
+            parts = self._parts(x.flatten(0, -2), lambda rows: function(rows, *args[1:], **kwargs))
+            return parts.view(*x.shape[:-1], -1)
+        if function is torch.addmm and len(args[1]) > self.most and args[0].dim() == 1:
+            return self._parts(args[1], lambda rows: function(args[0], rows, *args[2:], **kwargs))
+        return function(*args, **kwargs)
+
+    def _parts(self, rows_MX: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+        whole, most = len(rows_MX), self.most
+        parts = [product(rows_MX[i : i + most]) for i in range(0, whole - most + 1, most)]
+        rest = whole % most
+        return torch.cat([*parts, product(rows_MX[-most:])[most - rest :]] if rest else parts)
+
+
+def agreeing(widths: PassWidths | None, rows: int) -> AbstractContextManager[object]:
+    """Return a context for a pass whose products have `rows` rows, in which they agree with those of fewer rows."""
+    return nullcontext() if widths is None or (most := widths.part(rows)) == rows else ProductsInParts(most)
 
 
 def _shape(module: nn.Module) -> tuple[int, int, bool] | None:
