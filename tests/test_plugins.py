@@ -185,3 +185,13 @@ def test_list_is_short(capsys):
         classes = [str(entry.target).partition(":")[2] for entry in registry.table(kind).values()]
         assert kind == "family" or not any(name and name in " ".join(lines) for name in classes)
     assert main(["list", "rules"]) == 0 and "(k=100,delta=0.1)" in capsys.readouterr().out
+
+
+def test_list_json(capsys):
+    assert main(["list", "--json"]) == 0
+    rows = {(row["kind"], row["name"]): row for row in json.loads(capsys.readouterr().out)}
+    assert rows["rule", "lantern"]["options"] == {
+        "k": {"type": "int", "default": 100}, "delta": {"type": "float", "default": 0.1}
+    }  # fmt: skip
+    assert rows["preset", "coupled"]["arguments"]["codes"]["acceptance"] == "rejection"
+    assert rows["drafter", "image-eagle"]["trained"] and rows["drafter", "image-eagle"]["needs"] == "codes"
