@@ -95,7 +95,7 @@ def chart(
     pen.text((left, 2 * SMOOTH), up, fill=INK, font=font)
     pen.text((right, height - 26 * SMOOTH), across, fill=INK, font=font, anchor="ra")
     legend = right
-    for name, (colour, line) in reversed(series.items()):
+    for name, (colour, line) in reversed([*series.items()]):
         pen.line([at(*point) for point in line], fill=colour, width=2 * SMOOTH)
         for x, y in (at(*point) for point in line):
             pen.ellipse((x - 4 * SMOOTH, y - 4 * SMOOTH, x + 4 * SMOOTH, y + 4 * SMOOTH), fill=colour)
