@@ -16,6 +16,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 import visspec
 from tests.tiny import FAMILIES, VOCAB, model_of, prompt, shapes
@@ -253,3 +255,16 @@ def forced(name: str, rows: list[str], tokens_BT: list[list[int]], seed: int = 0
     )  # fmt: skip
     assert FAMILIES[name] and len(output.logits) == steps + 1
     return torch.stack(output.logits, dim=1)
+
+
+class ProductRows(TorchFunctionMode):
+    """Records how many rows each product of a linear layer has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[int] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in (F.linear, torch.addmm):
+            self.rows.append(args[function is torch.addmm].shape[:-1].numel())
+        return function(*args, **kwargs or {})

@@ -6,13 +6,11 @@ import pytest
 import torch
 import transformers as tf
 from torch import nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 import visspec
 from tests import tiny
-from tests.doubles import one_sentence
+from tests.doubles import ProductRows, one_sentence
 from visspec.models.attention.draft_attention import folded_attention
 from visspec.models.decoder.prefix import PrefixCache
 from visspec.models.eagle.drafter import EagleDrafter
@@ -304,24 +302,17 @@ def test_longer_neighbors_change_no_bit_of_attention(dtype):
 @torch.no_grad()
 def test_large_products_are_computed_in_parts(layer, rows):
     """Every product that a layer asks for has 16 rows, and the result is that of the whole."""
-    x, seen = torch.randn(*rows, 24), []
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, function, types, args=(), kwargs=None):
-            if function in (F.linear, torch.addmm):
-                seen.append(args[function is torch.addmm].flatten(0, -2).shape[0])
-            return function(*args, **kwargs or {})
-
-    with Watch(), ProductsInParts(16):
+    x = torch.randn(*rows, 24)
+    with ProductRows() as products, ProductsInParts(16):
         parts = layer(x)
     torch.testing.assert_close(parts, layer(x))
-    assert set(seen) == {16}
+    assert set(products.rows) == {16}
 
 
 def test_products_that_agree_nowhere_else_are_split(monkeypatch):
     """As in bfloat16 on CPUs with AMX, where more than 32 rows agree with no fewer."""
-    monkeypatch.setattr(PassWidths, "_agrees", lambda self, rows: rows <= 32)
+    monkeypatch.setattr(PassWidths, "_agrees", lambda self, rows: rows <= 32 or rows == 64)
     widths = PassWidths([], [], torch.bfloat16, torch.device("cpu"))
     assert [widths.nodes(rows, 17) for rows in (1, 2, 8)] == [17, 17, 17]
-    assert [widths.part(rows) for rows in (16, 32, 34, 136)] == [16, 32, 32, 32]
+    assert [widths.part(rows) for rows in (16, 32, 34, 64, 136)] == [16, 32, 32, 64, 64]
     assert isinstance(agreeing(widths, 34), ProductsInParts) and not isinstance(agreeing(widths, 32), ProductsInParts)

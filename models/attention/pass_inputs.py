@@ -1,4 +1,4 @@
-"""What one pass of a stock model is given: a cache over our slots, what a draft's nodes attend to, and hooks.
+"""Inputs of one pass of a stock model: a cache over our slots, and what a draft's nodes attend to; also hooks.
 
 `SlotLayers` is our slot-addressed cache with the interface of a transformers `Cache`, which models write into
 unmodified. `Masks` builds the attention arguments of a pass over a draft: a mask, or where `draft_attention` needs

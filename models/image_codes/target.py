@@ -191,7 +191,7 @@ class ImageAR(Target):
             draft = self.widths.pad(draft, _twice(state))
         embeds = self._embed(state, draft, state.position[:, None] + draft.tree.depth)
         embeds = embeds if _twice(state) == 1 else embeds.repeat(2, 1, 1)
-        with agreeing(self.widths, embeds[..., 0].numel()):
+        with agreeing(self.widths, embeds.shape[:-1].numel()):
             return self._attend(state, draft.tree, embeds, decoder)
 
     def _attend(self, state: State, tree: Tree, embeds: Tensor, decoder: nn.Module | None = None) -> Tensor:
@@ -277,7 +277,7 @@ class ImageAR(Target):
 
     def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
         """Return scores of the nodes with hidden states `last` (R, N, d); `hidden` (R, L, d) are the whole pass's."""
-        with agreeing(self.widths, last[..., 0].numel()):
+        with agreeing(self.widths, last.shape[:-1].numel()):
             logits = self.family.head(last)  # includes padding nodes, which are rows of this product
         if self.widths is not None:
             logits = logits[:, : draft.tree.size]

@@ -41,7 +41,7 @@ WIDER = 64  # maximum padding of a pass, for each row of the batch
 OUTPUTS = 2048  # columns of a product to compare on a CPU, where random numbers take time
 BLOCK = 4 * STEP  # keys in a block of the CPU's attention
 EXTENTS = (STEP, 3 * STEP, BLOCK, BLOCK + STEP)  # numbers of keys for comparing numbers of queries
-PARTS = (4 * REFERENCE, 2 * REFERENCE)  # numbers of rows to split larger products into, besides `REFERENCE`
+PARTS = (4 * REFERENCE, 2 * REFERENCE, REFERENCE)  # numbers of rows that larger products are split into
 SAMPLES = 4  # different rows in a check
 LARGE = 2.0**11
 _known: dict[Hashable, Any] = {}  # reference results, and whether other sizes agree with them
@@ -67,6 +67,7 @@ class PassWidths:
         self.products, self.heads, self.dtype, self.device = sorted(linear), heads, dtype, device
         self._found: dict[tuple[int, int, int], int | None] = {}
         self._extents: dict[tuple[int, int], int] = {}
+        self._parts: dict[tuple[int, int], int] = {}
 
     def nodes(self, rows: int, nodes: int) -> int:
         """Return the smallest allowed number of nodes, at least `nodes`, for passes over `rows` rows.
@@ -118,9 +119,12 @@ class PassWidths:
         return Draft(torch.cat([draft.value, more], dim=1), trees.chain(width - 1, str(draft.value.device)))
 
     def part(self, rows: int) -> int:
-        """Return the number of rows of a product to compute at once: `rows` where it agrees."""
-        with torch.inference_mode():
-            return next((n for n in (rows, *PARTS) if self._agrees(n)), REFERENCE)
+        """Return the number of rows of a product to compute at once, at most `rows`: all of them if they agree."""
+        key = rows, torch.get_num_threads()
+        if key not in self._parts:
+            with torch.inference_mode():
+                self._parts[key] = next((n for n in (rows, *PARTS) if n <= rows and self._agrees(n)), rows)
+        return self._parts[key]
 
     def _fits(self, rows: int) -> bool:
         """Return whether products of so many rows agree, or are large enough to be computed in parts."""

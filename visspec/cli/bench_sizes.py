@@ -113,10 +113,10 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
 
     `speedup` is for whole calls over transformers' generate, `decode_over_*` without the prompt. `ideal_speedup` is tau
     / (v + c + o) in passes over one node, where o is the part of our plain round outside the pass; `over_pass` is the
-    measured value in that unit. `attention` is the way our passes attend. `identical` of
-    `compared` rows equal transformers'. `length_share` is tau of the policy over that of `levels` drafts. `bytes_bound`
-    is the time to read the weights at read bandwidth over that of a pass. On a GPU there are also `pass_ms` and
-    `host_share`, the part of a pass until the host has issued it.
+    measured value in that unit. `attention` is the way our passes attend. `identical` of `compared` rows equal
+    transformers'. `length_share` is tau of the policy over that of `levels` drafts. `bytes_bound` is the time to read
+    the weights at read bandwidth over that of a pass. On a GPU there are also `pass_ms` and `host_share`, the part of a
+    pass until the host has issued it.
     """
     prompt, new, levels = arguments.prompt, arguments.max_new_tokens, arguments.levels
     if new < 2:
