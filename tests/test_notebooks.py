@@ -35,11 +35,11 @@ LONG = sorted(set(PROMISES) - set(SHORT))
 
 def printed(notebook) -> str:
     """All text that the cells wrote: streams, results, displays."""
-    found = []
+    found = ""
     for output in (o for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs):
-        found.append(output.get("text", ""))
-        found += [text for kind, text in output.get("data", {}).items() if kind.startswith("text/")]
-    return "\n".join(found)
+        found += output.get("text", "")  # a kernel may send one line in two pieces
+        found += "".join(f"\n{text}\n" for kind, text in output.get("data", {}).items() if kind.startswith("text/"))
+    return found
 
 
 def test_every_notebook_is_tested():
