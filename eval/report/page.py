@@ -31,7 +31,7 @@ QUALITY = {  # field -> (name, whether lower is better)
     "right": ("share of right pictures", False),
 }
 TERMS = {"tau": "tau", "after_verify": "after verification", "after_draft": "after drafting", "after_host": "ideal"}
-SIZES = ("size", "batch_size", "arm", "tau", "speedup", "ideal_speedup", "length_share", "bytes_bound", "identical")
+SIZES = ("size", "batch_size", "arm", "tau", "speedup", "ideal_speedup", "length_share", "identical")
 HALF = ("bfloat16", "float16")  # in which passes of different shapes round differently
 KERNELS = ("kernel", "shape", "dtype", "device", "time_us", "ratio_to_eager")
 

@@ -28,6 +28,7 @@ from visspec.loop.setup import DecodingSetup
 
 PARTS = 3  # number of parts of a stream's inputs; the ratio is their median
 PART_GROUPS = 3  # groups per part, so that rows enter while others run
+Prompt = tuple[int, dict[str, Any]]  # the number of a batch, and the model's inputs
 Cell = str | Callable[[Mapping[str, Any]], str]  # a column: a format of a row's fields, "{tau:.2f}", or a function
 
 
@@ -84,11 +85,12 @@ class StockCaptionArm:
     def __init__(self, model, options: dict[str, Any], seed: int):
         self.model, self.options, self.seed = model, options, seed
 
-    def __call__(self, prompt) -> ArmRun:
+    def __call__(self, prompt: Prompt) -> ArmRun:
         index, inputs = prompt
+        wait = waiter(inputs["input_ids"].device)
         torch.manual_seed(self.seed + index)
-        seconds, out = seconds_of(partial(self.model.generate, **inputs, **self.options))
-        first, _ = seconds_of(partial(self.model.generate, **inputs, **(self.options | {"max_new_tokens": 1})))
+        seconds, out = seconds_of(partial(self.model.generate, **inputs, **self.options), wait)
+        first, _ = seconds_of(partial(self.model.generate, **inputs, **(self.options | {"max_new_tokens": 1})), wait)
         return ArmRun(seconds, trim_rows(out[:, inputs["input_ids"].shape[1] :], self.model.generation_config), first)
 
 
@@ -98,10 +100,10 @@ class CaptionArm:
     def __init__(self, fast: Accelerated, options: dict[str, Any], seed: int):
         self.fast, self.options, self.seed = fast, options, seed
 
-    def __call__(self, prompt) -> ArmRun:
+    def __call__(self, prompt: Prompt) -> ArmRun:
         index, inputs = prompt
-        seeds = row_seeds(self.seed, index, len(inputs["input_ids"]))
-        seconds, result = seconds_of(partial(self.fast.run, **inputs, **self.options, seed=seeds))
+        seeds, wait = row_seeds(self.seed, index, len(inputs["input_ids"])), waiter(inputs["input_ids"].device)
+        seconds, result = seconds_of(partial(self.fast.run, **inputs, **self.options, seed=seeds), wait)
         state, trace = result.state, result.state.trace
         first = seconds - sum(v for k, v in trace.times.items() if k not in ("prefill", "draft_prefill"))
         more = {"drift": result.stats.drift_per_token, "origin": [list(o) for o in trace.origin]}
@@ -175,9 +177,7 @@ def groups_of(items: Sequence[Any], size: int) -> list[Any]:
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-def in_groups(
-    processor: Any, records: Sequence[Record], size: int, model: Any, first: int = 0
-) -> list[tuple[int, dict[str, Any]]]:
+def in_groups(processor: Any, records: Sequence[Record], size: int, model: Any, first: int = 0) -> list[Prompt]:
     """Return a model's inputs, with numbers from `first`, for groups of `size` records, whose images are open."""
     groups = []
     for number, group in enumerate(groups_of(records, size), first):
