@@ -1,19 +1,16 @@
-"""Pictures of the report: thumbnails, difference maps and acceptance maps as data URIs."""
+"""Pictures of the report: thumbnails and difference maps as data URIs."""
 
 import base64
 import binascii
 import io
-from collections.abc import Sequence
 
 import numpy as np
-from PIL import Image, ImageColor
+from PIL import Image
 
-from visspec.eval.report.figures import rgb
 from visspec.io.images import png_bytes, read_image
 
 SIDE = 128  # longest side of a thumbnail, pixels
 SMALL = 96  # longest side in a result file
-NOT_DRAFTED = "#e6e6e6"
 LOSSLESS = 4096  # maximum size of a PNG thumbnail, bytes
 MAX_PIXELS = 16_000_000
 
@@ -65,11 +62,3 @@ def blocks(cells: np.ndarray, most: int) -> np.ndarray:
     block = -(-max(cells.shape) // most)
     padded = np.pad(cells, [(0, -n % block) for n in cells.shape])
     return padded.reshape(padded.shape[0] // block, block, padded.shape[1] // block, block)
-
-
-def acceptance_map(grid: Sequence[Sequence[float | None]]) -> str:
-    """Draw one pixel per token, light grey where nothing was drafted."""
-    top = max([1.0] + [v for row in grid for v in row if v is not None])
-    empty = ImageColor.getrgb(NOT_DRAFTED)
-    pixels = [[empty if v is None else rgb(v / top) for v in row] for row in grid]
-    return data_uri(Image.fromarray(np.asarray(pixels, np.uint8)), lossless=True)

@@ -55,10 +55,13 @@ def wrap_text(text: str, font, width: int) -> list[str]:
     return lines
 
 
-def origin_image(origins: np.ndarray, side: int) -> Image.Image:
-    """Draw a map of token origins (rows, columns; indices into `stats.COLOURS`) as an image of `side` pixels."""
+def origin_image(origins: np.ndarray, side: int | None = None) -> Image.Image:
+    """Draw a map of token origins (rows, columns; indices into `stats.COLOURS`) as an image of `side` pixels, or with a
+    pixel per token.
+    """
     palette = np.array([ImageColor.getrgb(colour) for colour in COLOURS.values()], np.uint8)
-    return Image.fromarray(palette[origins]).resize((side, side), Image.Resampling.NEAREST)
+    image = Image.fromarray(palette[origins])
+    return image if side is None else image.resize((side, side), Image.Resampling.NEAREST)
 
 
 def chart(

@@ -5,7 +5,6 @@ prompts with CLIPScore and FID to photographs.
 """
 
 import itertools
-import math
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -20,9 +19,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from visspec import registry
-from visspec.api.images.pipeline import ORIGINS, ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
 from visspec.cli.generate import save
-from visspec.eval.metrics import features, fid, geneval, intervals, kid, named
+from visspec.eval.metrics import clipscore, features, fid, geneval, intervals, kid, named
 from visspec.eval.metrics.features import FeatureExtractor, FeatureTable, RandomConv
 from visspec.eval.report.data import RecordImage
 from visspec.eval.report.images import small_png
@@ -90,13 +89,9 @@ def by_photos(texts: Sequence[str], photos: Path, extractor: str, clip: str, dev
     def score(root: Path, drawn: list[Drawn]) -> tuple[dict[str, Any], dict[Path, dict[str, Any]]]:
         if scorer is None:
             return {}, {}
-        parts = [drawn[start : start + 32] for start in range(0, len(drawn), 32)]
-        cosines = [
-            scorer.cosines([open_image(path) for path, _ in p], [str(one.prompt) for _, one in p]) for p in parts
-        ]
-        values = 100 * np.concatenate(cosines)
-        error = float(values.std(ddof=1) / len(values) ** 0.5)
-        return {"clipscore": float(values.mean()), "clipscore_se": error, "clip": scorer.name}, {}
+        pairs = [(path, str(picture.prompt)) for path, picture in drawn]
+        row = clipscore.of_pairs(pairs, scorer, root.with_name(f"{root.name}.clipscore.jsonl"), [])
+        return {"clipscore": row["value"], "clipscore_se": row["standard_error"], "clip": scorer.name}, {}
 
     @cache
     def reference(side: int) -> FeatureTable:
@@ -142,8 +137,8 @@ def scores(summary: dict[str, Any]) -> dict[str, Any]:
 
 def record_image(path: Path, picture: RecordImage) -> RecordImage:
     """Return a picture's entry in the record, with the map of its tokens."""
-    acceptance = read_json(path.parent, path.with_suffix(".json").name).get("acceptance")
-    return replace(picture, acceptance=acceptance, png=small_png(open_image(path)))
+    origins = read_json(path.parent, path.with_suffix(".json").name).get("origins")
+    return replace(picture, origins=origins, png=small_png(open_image(path)))
 
 
 def check_folder(folder: Path, arms: Arms, judges: Judges, options: dict[str, Any], seed: int) -> None:
@@ -173,15 +168,13 @@ def prepare_folder(
 def draw(pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: int, root: Path) -> list[Drawn]:
     """Draw the images that a folder lacks, each with a JSON file of its token map. Raises as `prepare_folder`."""
     entries = prepare_folder(pipe, method, prompts, options, seed, root)
-    whole = not pipe.setup(**as_arguments(method)).order.raster
     missing = [entry for entry in entries if not entry[0].exists()]
     for start in tqdm(range(0, len(missing), 16), desc=root.name, leave=False):
         group = missing[start : start + 16]
         texts, seeds = [picture.prompt for _, picture in group], [picture.seed for _, picture in group]
         out = pipe(texts, seed=seeds, batch_size=16, **as_arguments(method), **options)
         for (path, _), image, origins in zip(group, out.images, out.maps):
-            grid = acceptance_map(origins, whole)
-            write_json(path.with_suffix(".json"), {"acceptance": None if grid is None else numbers(grid)})
+            write_json(path.with_suffix(".json"), {"origins": origins.tolist()})
             save(image, path)  # written last, so an existing image is complete
     return entries
 
@@ -211,22 +204,3 @@ def as_arguments(method: str) -> dict[str, Any]:
 def plain_setup(pipe: ImagePipeline) -> str:
     """Return the "drafter/rule" of plain decoding."""
     return str(registry.preset("plain", pipe.family.draws))
-
-
-def acceptance_map(origins: np.ndarray, whole: bool) -> np.ndarray | None:
-    """Return (rows, columns) float: 1 where a drafted code was accepted, 0 where the target replaced it, NaN where
-    nothing was drafted; None for an image without drafts.
-
-    Args:
-        whole: Whether the image was drafted as a whole, or not at all.
-    """
-    stayed = origins == ORIGINS.index("drafted")
-    replaced = ~stayed if whole else origins == ORIGINS.index("corrected")
-    if not stayed.any() and (whole or not replaced.any()):
-        return None
-    return np.where(stayed, 1.0, np.where(replaced, 0.0, np.nan))
-
-
-def numbers(grid: np.ndarray) -> list[list[float | None]]:
-    """Convert a grid to JSON, with null for NaN."""
-    return [[None if math.isnan(value) else round(value, 4) for value in row] for row in grid.tolist()]
