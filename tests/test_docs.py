@@ -27,7 +27,6 @@ from tests import tiny_images as tiny
 from tests.grammars import SCHEMA, json_model, json_processor
 from tests.layouts import chameleon_vq_names, filled
 from tests.test_bench_photos import photographs
-from tests.test_diffusion import modern_bert
 from tests.tiny import model_of
 from tests.tiny_clip import clip
 from visspec import registry
@@ -149,9 +148,6 @@ def drafting(home: Path) -> dict[str, Any]:
     lantern.published("llamagen", home / "llamagen_drafter")
     (home / "llamagen_drafter" / "model.safetensors").unlink()
     assert main(["convert", "llamagen", *weights, "--text", "google/flan-t5-xl", "--out", "llamagen"]) == 0
-    masked = modern_bert(vocab_size=164)
-    masked.config.mask_token_id = 4
-    masked.save_pretrained(home / "masked-lm")
     small, _ = loading.load("captioner-small")
     pipe = visspec.ImagePipeline.from_pretrained("llamagen")
     return names | {"small_model": small, "pipe": pipe, "prompt": "a red cube"}
