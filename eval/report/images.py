@@ -9,7 +9,7 @@ import numpy as np
 from PIL import Image, ImageColor
 
 from visspec.eval.report.figures import rgb
-from visspec.io.images import read_image
+from visspec.io.images import png_bytes, read_image
 
 SIDE = 128  # longest side of a thumbnail, pixels
 SMALL = 96  # longest side in a result file
@@ -28,13 +28,11 @@ def picture(png: str, where: str) -> Image.Image:
 
 def data_uri(image: Image.Image, lossless: bool = False) -> str:
     """Return a PNG if that is small, else a JPEG."""
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    kind = "png"
-    if not lossless and buffer.tell() > LOSSLESS:
-        buffer, kind = io.BytesIO(), "jpeg"
-        image.save(buffer, "JPEG", quality=78)
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    data, kind = png_bytes(image), "png"
+    if not lossless and len(data) > LOSSLESS:
+        image.save(file := io.BytesIO(), "JPEG", quality=78)
+        data, kind = file.getvalue(), "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def thumbnail(image: Image.Image) -> str:
@@ -47,9 +45,7 @@ def small_png(image: Image.Image) -> str:
     """Return a thumbnail for a result file, a PNG in base64."""
     small = image.convert("RGB")
     small.thumbnail((SMALL, SMALL), Image.Resampling.LANCZOS)
-    buffer = io.BytesIO()
-    small.save(buffer, "PNG", optimize=True)
-    return base64.b64encode(buffer.getvalue()).decode()
+    return base64.b64encode(png_bytes(small, optimize=True)).decode()
 
 
 def difference(image: Image.Image, baseline: Image.Image) -> tuple[str, float] | None:

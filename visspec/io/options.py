@@ -85,6 +85,13 @@ def add_options(parser: argparse.ArgumentParser, record: type) -> None:
         parser.add_argument(*names, dest=one.name, **more)
 
 
+def sampling_arguments(temperature: float) -> dict[str, Any]:
+    """Return arguments of `generate` that sample from the full distribution at a temperature; 0 is greedy."""
+    if temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": float(temperature), "top_k": 0, "top_p": 1.0}
+
+
 @dataclass(kw_only=True)
 class HardwareOptions:
     """The device and dtype of a model."""

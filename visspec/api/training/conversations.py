@@ -5,7 +5,6 @@ empty nor used is rejected by name, so that no part of a record is lost silently
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, NamedTuple
 
 from visspec.api.captions import PROMPT
 from visspec.io.files import Json
+from visspec.io.images import data_url_bytes
 
 IMAGES, VIDEOS = ("image", "images", "image_files"), ("video", "videos")
 TURNS = ("prompt", "turns", "conversations", "messages")  # a record has at most one of these
@@ -192,10 +192,7 @@ def _media(value: object, folder: Path, kind: str) -> Media:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{kind}: got {type(value).__name__}, expected a path or the bytes of a file")
     if value.startswith("data:") and kind == "image":
-        try:
-            return base64.b64decode(value.partition(",")[2], validate=True)
-        except ValueError as error:
-            raise ValueError(f"image: got base64 that can't be read ({error}), expected an image") from None
+        return data_url_bytes(value, "image")
     if "://" in value and not value.startswith("file://"):
         raise ValueError(f"{kind}: got {_short(value)}, expected a file. Nothing is downloaded")
     return folder / value.removeprefix("file://")

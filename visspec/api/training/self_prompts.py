@@ -22,6 +22,7 @@ from visspec.api.training.data import of_files, read_media
 from visspec.api.training.export import say
 from visspec.api.training.options import DrafterTraining
 from visspec.io.files import Journal
+from visspec.io.options import sampling_arguments
 
 COUNT = 2000
 TRIES = 4  # maximum number of samples per prompt
@@ -74,8 +75,7 @@ def write(model: PreTrainedModel, processor: Any, asked: DrafterTraining, count:
             return number, error
         return move_inputs(inputs, model) | {"id": number, "seed": seed_of(asked.seed, str(number))}
 
-    options: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "eos_token_id": sorted(ends)}
-    options |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    options = {"max_new_tokens": asked.max_new_tokens, "eos_token_id": sorted(ends)} | sampling_arguments(1.0)
     settings = {"target": asked.target, "images": asked.images, "seed": asked.seed, **options}
     fast, path, samples = accelerate(model, "context", tokenizer=tokenizer), asked.out / "prompts.jsonl", Counter[str]()
     with Journal(path, settings) as journal, Progress("prompts", count) as bar:
