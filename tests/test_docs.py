@@ -260,8 +260,8 @@ def test_a_page_runs(page, home, capsys):
                     assert run(line, home) == 0, (line, capsys.readouterr().err)
         if page == "drafters.md":  # trained here, served there
             about = json.loads((home / "served" / "config.json").read_text())["speculators_config"]
-            assert about["verifier"]["name_or_path"] == names["target"]
-            assert registry.drafter("served", names["drafter"].model)[0].traits.levels == 15
+            assert about["verifier"]["name_or_path"] == str(registry.CHECKPOINTS / "captioner")
+            assert registry.drafter("served", names["model"])[0].traits.levels == 15
     finally:  # what docs/extend.md registers
         TABLES["drafter"].pop("parrot", None)
         PRESETS.pop("mine", None)

@@ -136,7 +136,7 @@ class DrawingBody(Body):
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Convert an exception. A ValueError is about the argument whose name it begins with."""
+    """Convert an exception. The message of a ValueError begins with the name of the argument."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, RequestValidationError):

@@ -87,7 +87,7 @@ class AnswerRow:
         return self.writer.stopped or self.cancelled.is_set()
 
     def finish(self, answer: Answer) -> None:
-        """Process the result of the stream."""
+        """Send the end of the answer, or its error, to the client."""
         if answer.error is not None:
             return self.tell(answer.error)
         rest, count, stopped = self.writer.finish(), len(self.writer.tokens), self.writer.stopped

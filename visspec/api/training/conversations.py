@@ -134,8 +134,10 @@ def _turns(fields: Mapping[str, Any], name: str) -> list[tuple[str, Json]]:
 def _parsed(
     turns: list[tuple[str, Json]], media: dict[str, list[Any]], folder: Path
 ) -> tuple[list[Message], list[Media]]:
-    """Return messages of parts, and the pictures and videos of a record. If no turn has a mark, they come before the
-    first text of the user. `<image>` means a video in records that only have videos (LLaVA-Video).
+    """Return the messages of a record, in parts, and its pictures and videos in the order of their marks.
+
+    Without marks, they come before the first text of the user. `<image>` means a video in records that only have videos
+    (LLaVA-Video).
     """
     alone = "video" if media["video"] and not media["image"] else "image"
     waiting = {kind: iter(values) for kind, values in media.items()}
