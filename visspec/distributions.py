@@ -116,8 +116,8 @@ class Categorical(Distribution):
         check_tensor("q", self.p, (*value.shape, len(limits)), None, limits.device)
         q = self.p.float()
         sums = (q.sum(dim=-1) - 1.0).abs() <= SUM_TOLERANCE
-        drawn = q.gather(-1, value[..., None])[..., 0] > 0
-        lawful = q.isfinite().all(dim=-1) & (q >= 0).all(dim=-1) & sums & drawn
+        possible = q.gather(-1, value[..., None])[..., 0] > 0
+        lawful = q.isfinite().all(dim=-1) & (q >= 0).all(dim=-1) & sums & possible
         return Categorical(p=torch.where(lawful[..., None], q, 0.0)), lawful
 
 
@@ -158,8 +158,8 @@ def argmax(scores: Tensor) -> Tensor:
     if (blocks := _blocks(scores)) is None:
         return scores.argmax(dim=-1)
     best = blocks.amax(dim=-1).argmax(dim=-1)
-    inside = blocks.gather(-2, best[..., None, None].expand(*best.shape, 1, BLOCK)).squeeze(-2)
-    return best * BLOCK + inside.argmax(dim=-1)
+    block = blocks.gather(-2, best[..., None, None].expand(*best.shape, 1, BLOCK)).squeeze(-2)
+    return best * BLOCK + block.argmax(dim=-1)
 
 
 def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -169,8 +169,8 @@ def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         values, ids = scores.topk(k, dim=-1)
         return values, ids
     best = blocks.amax(dim=-1).topk(k, dim=-1).indices
-    inside = blocks.gather(-2, best[..., None].expand(*best.shape, BLOCK)).flatten(-2)
-    values, place = inside.topk(k, dim=-1)
+    candidates = blocks.gather(-2, best[..., None].expand(*best.shape, BLOCK)).flatten(-2)
+    values, place = candidates.topk(k, dim=-1)
     return values, best.gather(-1, place // BLOCK) * BLOCK + place % BLOCK
 
 
@@ -411,9 +411,9 @@ class Maps(Distribution):
         check_tensor("q.logits", self.logits, (*value.shape, limits.shape[1]), None, limits.device)
         check_tensor("q.count", self.count, value.shape[:2], torch.long, limits.device)
         logits = self.logits.float()
-        drawn = logits.gather(-1, value[..., None])[..., 0].isfinite()
+        possible = logits.gather(-1, value[..., None])[..., 0].isfinite()
         sound = ~(logits.isnan() | logits.isposinf()).any(dim=-1)
-        lawful_BN = ((drawn & sound) | ~self.real).all(dim=-1)
+        lawful_BN = ((possible & sound) | ~self.real).all(dim=-1)
         return Maps(torch.where(lawful_BN[..., None, None], logits, 0.0), self.count), lawful_BN
 
 

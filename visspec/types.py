@@ -207,7 +207,7 @@ class RowProcessor:
     """Base class of logits processors that are called for one row at a time, with any prefix."""
 
     def __call__(self, ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
-        return torch.stack([self.row(b, *given) for b, given in enumerate(zip(ids_BL, scores_BV))])
+        return torch.stack([self.row(b, *inputs) for b, inputs in enumerate(zip(ids_BL, scores_BV))])
 
     def row(self, index: int, ids_L: Tensor, scores_V: Tensor) -> Tensor:
         """Return the scores (V,) after the ids (L,) of an original row."""
