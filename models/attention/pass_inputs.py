@@ -365,27 +365,27 @@ class Masks:
 
     def _shared_mask(self, tree: Tree, length: int) -> Tensor:
         """Return the mask if all rows are equal: a view into a buffer of [zeros | tree], not built every round."""
-        known = self._bias.get(id(tree))
-        if known is not None and known[0] is tree and known[1].shape[-1] - tree.size >= length:
-            buffer = known[1]
+        entry = self._bias.get(id(tree))
+        if entry is not None and entry[0] is tree and entry[1].shape[-1] - tree.size >= length:
+            buffer = entry[1]
         else:
             own = self.additive(tree.ancestor, self.groups)
             buffer = torch.cat([own.new_zeros(*own.shape[:3], length + length // 4 + GROW), own], dim=-1)
-            kept = list(self._bias.values())  # copied, as other threads may add to it
-            if sum(other.numel() for _, other in kept) + buffer.numel() > MOST_KEPT:
+            masks = list(self._bias.values())  # copied, as other threads may add to it
+            if sum(other.numel() for _, other in masks) + buffer.numel() > MOST_KEPT:
                 self._bias.clear()
             self._bias[id(tree)] = (tree, buffer)
         return buffer[..., buffer.shape[-1] - tree.size - length :]
 
     def _ragged_mask(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor:
         """Return the mask if rows differ. It is kept with the request and updated after each row's prefix only."""
-        kept = slots.mask
-        if not isinstance(kept, IncrementalMask) or not kept.fits(slots, tree, self.groups, extent):
+        mask = slots.mask
+        if not isinstance(mask, IncrementalMask) or not mask.fits(slots, tree, self.groups, extent):
             room = extent + extent // 4 + GROW
             seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, room)
             slots.mask = IncrementalMask(self.additive(seen_RNS, self.groups), slots.lengths, tree.size)
         else:
-            kept.move(slots.lengths, self.additive(tree.ancestor))
+            mask.move(slots.lengths, self.additive(tree.ancestor))
         return slots.mask.bias[:, :, : self.groups * tree.size, :extent]
 
 
@@ -442,9 +442,9 @@ def align_mask(bias: Tensor, spare: bool = False) -> Tensor:
     Args:
         spare: Whether to make the allocated rows longer than the visible part in any case.
     """
-    seen = bias.shape[-1]
-    width = (seen // 8 + 1) * 8 if spare else -(-seen // 8) * 8
-    new = bias.new_empty(*bias.shape[:-1], width)[..., :seen]
+    length = bias.shape[-1]
+    width = (length // 8 + 1) * 8 if spare else -(-length // 8) * 8
+    new = bias.new_empty(*bias.shape[:-1], width)[..., :length]
     return new.copy_(bias)
 
 
@@ -455,8 +455,8 @@ def nearby(depth: Tensor, lengths: list[int] | Tensor, extent: int, window: int)
     depth_RN = depth.expand(rows, size)
     slot = torch.arange(extent, device=depth.device).expand(rows, extent)
     node = slot - length_R[:, None]
-    inside = (node >= 0) & (node < size)
-    index_RS = torch.where(inside, length_R[:, None] + depth_RN.gather(1, node.clamp(0, size - 1)), slot)
+    is_node = (node >= 0) & (node < size)
+    index_RS = torch.where(is_node, length_R[:, None] + depth_RN.gather(1, node.clamp(0, size - 1)), slot)
     return (length_R[:, None] + depth_RN)[..., None] - index_RS[:, None] < window
 
 

@@ -155,10 +155,10 @@ class RecurrentStateCheckpoints:
         if not self._kept and not self._recorded:
             self.replayed = [0] * len(self.replayed)
             return
-        taken = [before + len(path) for before, path in zip(self._before, outcome.path)]
+        counts = [before + len(path) for before, path in zip(self._before, outcome.path)]
         width = max(self._before) + nodes
-        self._take(taken, width)
-        self.replayed = [0 if self._recorded or count == width else count for count in taken]
+        self._take(counts, width)
+        self.replayed = [0 if self._recorded or count == width else count for count in counts]
 
     def _commit_path(self, paths: PathRows, outcome: Outcome) -> None:
         """Like `commit`, for a tree: a row accepts the whole pass if it accepts a path of maximal length."""
@@ -170,23 +170,23 @@ class RecurrentStateCheckpoints:
         self.ids = self.ids.gather(1, to_device([row + [0] * (longest - len(row)) for row in nodes], device))
         if any(whole):
             paths.keep(to_device(whole, device), to_device([row[-1] for row in nodes], device))
-        self.replayed = [0 if done else len(row) for done, row in zip(whole, nodes)]
+        self.replayed = [0 if is_whole else len(row) for is_whole, row in zip(whole, nodes)]
 
-    def _take(self, taken: list[int], width: int) -> None:
+    def _take(self, counts: list[int], width: int) -> None:
         """Restore the saved states, except of rows that accepted a whole pass of so many tokens. Windows are those
         after what a row accepted.
         """
         if self._recorded:
             for states, i in self._states():
-                states[i] = _window(states[i], to_device(taken, states[i].device), states[i].shape[-1] - width)
-        whole = [count == width for count in taken]
+                states[i] = _window(states[i], to_device(counts, states[i].device), states[i].shape[-1] - width)
+        whole = [count == width for count in counts]
         if all(whole):
             return
-        for states, i, before in self._kept:
+        for states, i, saved in self._kept:
             if any(whole):
-                new = to_device(whole, before.device).view(-1, *[1] * (before.dim() - 1))
-                before = torch.where(new, states[i], before)
-            states[i] = before
+                new = to_device(whole, saved.device).view(-1, *[1] * (saved.dim() - 1))
+                saved = torch.where(new, states[i], saved)
+            states[i] = saved
         self._kept = []
 
     def _settle(self, passing: Callable[[State, Draft], Any], state: State) -> None:
@@ -311,13 +311,13 @@ class PathRows(ModuleHooks):
     def _leaving(self, module: nn.Module, args: tuple, output: Any) -> Any:
         if not self.calling:
             return None
-        for states, i, before in self._before.pop(id(module)):
-            if (after := states[i]) is not None:
-                self._bytes += after.nbytes
-                self._ends.append((states, i, after))
+        for states, i, saved in self._before.pop(id(module)):
+            if (state := states[i]) is not None:
+                self._bytes += state.nbytes
+                self._ends.append((states, i, state))
                 if not self.ends_kept:
                     self._ends.clear()
-                states[i] = torch.zeros_like(after[:: self.paths]) if before is None else before
+                states[i] = torch.zeros_like(state[:: self.paths]) if saved is None else saved
         return tuple(map(self._gathered, output)) if isinstance(output, tuple) else self._gathered(output)
 
     def _gathered(self, found_XDd: Tensor) -> Tensor:
@@ -329,13 +329,13 @@ class PathRows(ModuleHooks):
         """Give rows the states, or the window, at the end of the path that contains their last node."""
         place_B = self.given.gather(1, last_B[:, None])[:, 0]
         path_B = torch.arange(len(place_B), device=place_B.device) * self.paths + place_B // self.width
-        for states, i, after in self._ends:
-            device, size = after.device, states[i].shape[-1]
-            found = after[path_B.to(device)]
-            if found.shape[-1] > size:
-                found = _window(found, (place_B % self.width + 1).to(device), size)
-            whole = whole_B.to(device).view(-1, *[1] * (after.dim() - 1))
-            states[i] = torch.where(whole, found, states[i])
+        for states, i, ends in self._ends:
+            device, size = ends.device, states[i].shape[-1]
+            state = ends[path_B.to(device)]
+            if state.shape[-1] > size:
+                state = _window(state, (place_B % self.width + 1).to(device), size)
+            whole = whole_B.to(device).view(-1, *[1] * (ends.dim() - 1))
+            states[i] = torch.where(whole, state, states[i])
 
 
 def _records_windows(layer: Any) -> bool:

@@ -67,11 +67,11 @@ class Layer(MuseGlimmerAssistantDecoderLayer):
         super().__init__(config, layer_idx)
         self.attention_conv, self.mlp_conv = GroupedConv(config), GroupedConv(config)
 
-    def forward(self, hidden_states: Tensor, **given: object) -> Tensor:
-        x, after = self.attention_conv(self.input_layernorm(hidden_states))
-        hidden_states = hidden_states + after(self.self_attn(hidden_states=x, **given)[0])
-        x, after = self.mlp_conv(self.post_attention_layernorm(hidden_states))
-        return hidden_states + after(self.mlp(x))
+    def forward(self, hidden_states: Tensor, **arguments: object) -> Tensor:
+        x, smooth = self.attention_conv(self.input_layernorm(hidden_states))
+        hidden_states = hidden_states + smooth(self.self_attn(hidden_states=x, **arguments)[0])
+        x, smooth = self.mlp_conv(self.post_attention_layernorm(hidden_states))
+        return hidden_states + smooth(self.mlp(x))
 
 
 class DFlash2Model(MuseGlimmerAssistantModel):

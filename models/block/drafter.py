@@ -163,8 +163,8 @@ class BlockModel(StructuredDrafter):
         hidden_BKd = self._hidden(state)[:, : self.levels(state, depth)]
         logits_BKV, head = self._laws(hidden_BKd), self.form.sequential
         if self.structure(state).width > 1:
-            below = None if head is None else head.begun(logits_BKV, hidden_BKd)
-            return self.block_tree(state, logits_BKV, below)
+            logits_below = None if head is None else head.begun(logits_BKV, hidden_BKd)
+            return self.block_tree(state, logits_BKV, logits_below)
         chain = Chain(state, self.confidence)
         if head is None:
             chain.extend(logits_BKV)
@@ -175,11 +175,11 @@ class BlockModel(StructuredDrafter):
         return chain.finish()
 
     def _walk(self, chain: Chain, head: Sequential, logits_BKV: Tensor, hidden_BKd: Tensor) -> None:
-        below, token_B = head.begun(logits_BKV, hidden_BKd), chain.pending
+        logits_below, token_B = head.begun(logits_BKV, hidden_BKd), chain.pending
         for place, hidden_Bd in enumerate(hidden_BKd.unbind(1)):
             logit_B = head.expected(hidden_Bd, token_B) if self.confidence else None
             rate_B = None if logit_B is None else logit_B.sigmoid().float()
-            token_B = chain.add(below(place, token_B[:, None])[:, 0], rate_B)
+            token_B = chain.add(logits_below(place, token_B[:, None])[:, 0], rate_B)
 
     def _hidden(self, state: State) -> Tensor:
         """Run one pass and return the block's hidden states after the pending tokens, (B, K - 1, d), or (B, K, d) if
@@ -262,8 +262,8 @@ class BlockModel(StructuredDrafter):
         """Keep the target's features of the accepted nodes for the next pass."""
         # not for draws: their numbers are reused until they are judged, so no length may depend on the last one
         if self.confidence and draft.levels and not (state.noise is not None and state.noise.samples):
-            kept = max(outcome.draft_lengths)
-            state.memory.limit = kept + 1 if kept < draft.levels else 2 * kept
+            accepted = max(outcome.draft_lengths)
+            state.memory.limit = accepted + 1 if accepted < draft.levels else 2 * accepted
         path_BD, features, counts = accepted_nodes(scores, verdict, outcome)
         first_B = state.memory.placed(state.position) - verdict.length
         position_BD = first_B[:, None] + torch.arange(path_BD.shape[1], device=first_B.device)

@@ -86,12 +86,12 @@ def prefill(target: HFDecoder, request: Request) -> tuple[State, Scores]:
     return state, Scores(Categorical(logits), features, aux)
 
 
-def _joined(parts: Sequence[Any], along: int) -> Tensor:
+def _joined(parts: Sequence[Any], dim: int) -> Tensor:
     """Concatenate parts of one row each, padded in front of the prompt's dimension, along the dimension before it."""
-    longest = max(part.shape[along] for part in parts)
-    trailing = 0 if along == -1 else parts[0].dim() - 1 - along
-    padded = [F.pad(part, (*[0, 0] * trailing, longest - part.shape[along], 0)) for part in parts]
-    return torch.cat(padded, dim=along - 1)
+    longest = max(part.shape[dim] for part in parts)
+    trailing = 0 if dim == -1 else parts[0].dim() - 1 - dim
+    padded = [F.pad(part, (*[0, 0] * trailing, longest - part.shape[dim], 0)) for part in parts]
+    return torch.cat(padded, dim=dim - 1)
 
 
 def _row(target: HFDecoder, request: Request, row: int, padding: int) -> Request:

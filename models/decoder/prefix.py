@@ -156,15 +156,15 @@ class PrefixCache:
         nothing with a kept prompt or with an earlier such row.
         """
         with self._lock:
-            known = [_longest(key, self._kept) for key in keys]
-            used = {id(start[0]) for start in known if start is not None}
-            self._kept.sort(key=lambda p: id(p) in used)
+            starts = [_longest(key, self._kept) for key in keys]
+            hits = {id(start[0]) for start in starts if start is not None}
+            self._kept.sort(key=lambda p: id(p) in hits)
         shared: dict[int, int] = {}
         for b, key in enumerate(keys):
-            if known[b] is None:
+            if starts[b] is None:
                 row = next((f for f in shared if key.shared(keys[f])), b)
                 shared[row] = max(shared.get(row, 0), key.shared(keys[row]) if row != b else 0)
-        return known, {b: keys[b].cut(n) for b, n in shared.items()}
+        return starts, {b: keys[b].cut(n) for b, n in shared.items()}
 
     def put(
         self, keys: Sequence[PromptKey], rows: Sequence[int], state: State, scores: Scores, old: Sequence[Prefix] = ()
@@ -212,9 +212,9 @@ class PrefixCache:
             of_first = plan.first.prefix
             target.prefill(plan.first)
             prefixes = of_first.made
-        known = [start or _longest(key, prefixes) for start, key in zip(plan.known, plan.keys)]
-        starts = [start for start in known if start is not None]
-        if len(starts) < len(known):
+        all_starts = [start or _longest(key, prefixes) for start, key in zip(plan.known, plan.keys)]
+        starts = [start for start in all_starts if start is not None]
+        if len(starts) < len(all_starts):
             return None
         same = [np.array_equal(key.ids, p.key.ids) for key, (p, _) in zip(plan.keys, starts)]
         row = same.index(False) if False in same else 0
@@ -235,8 +235,8 @@ class PrefixCache:
         request.reused = [0 if b in plan.rows else n for b, (_, n) in enumerate(starts)]
         self.hits += len(starts) - len(plan.rows)
         users = Counter(id(p) for p, _ in starts)
-        grown = [b for b, (p, n) in enumerate(starts) if n == p.key.length and users[id(p)] == 1]  # a chat continues
-        self.put([plan.keys[b] for b in grown], grown, state, scores, [starts[b][0] for b in grown])
+        chats = [b for b, (p, n) in enumerate(starts) if n == p.key.length and users[id(p)] == 1]  # a chat continues
+        self.put([plan.keys[b] for b in chats], chats, state, scores, [starts[b][0] for b in chats])
         return state, scores
 
 
@@ -275,13 +275,19 @@ def resume(
     ends, heads = sorted({c - 1 for c in counts}), "logits_to_keep" in signature(target.model.forward).parameters
     more = {"logits_to_keep": to_device(ends, device)} if heads else {}  # run the head only where a row ends
     ids_BN = prompt.gather(1, column_BN)
-    output, seen = target.forward(target.model, cache, attention, ids_BN, positions_BNP[..., -1], recorded=True, **more)
+    output, record = target.forward(
+        target.model, cache, attention, ids_BN, positions_BNP[..., -1], recorded=True, **more
+    )
     at = [ends.index(c - 1) if heads else c - 1 for c in counts]
     raw_B1V = output.logits[to_device(rows, device), to_device(at, device)][:, None]
     cache.prompt = width
     slots.commit([list(range(c)) for c in counts])
-    read = {"positions": positions_BNP, "features": target.features(output, seen), "embeddings": seen["inputs_embeds"]}
-    aux: dict[str, Any] = {name: _joined(starts, name, read[name], counts, width) for name in starts[0][0].parts}
+    parts = {
+        "positions": positions_BNP,
+        "features": target.features(output, record),
+        "embeddings": record["inputs_embeds"],
+    }
+    aux: dict[str, Any] = {name: _joined(starts, name, parts[name], counts, width) for name in starts[0][0].parts}
     positions_BLP, features = aux["positions"], aux.pop("features", None)
     aux["positions"] = positions_BLP[..., 0] if positions_BLP.shape[2] == 1 else positions_BLP.permute(2, 0, 1)
     padding = [width - key.length for key in keys]

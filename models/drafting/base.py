@@ -217,9 +217,9 @@ class PendingInputs:
         if all(min(c) == width for c, width in zip(parts, widths)):
             return token, feature, totals
         starts = [sum(widths[:i]) for i in range(len(widths))]
-        kept = [[s + j for s, c in zip(starts, parts) for j in range(c[b])] for b in range(token.shape[0])]
+        places = [[s + j for s, c in zip(starts, parts) for j in range(c[b])] for b in range(token.shape[0])]
         longest = max(totals)
-        index = to_device([k + [0] * (longest - len(k)) for k in kept], token.device)
+        index = to_device([k + [0] * (longest - len(k)) for k in places], token.device)
         rows = torch.arange(token.shape[0], device=token.device)[:, None]
         return token[rows, index], feature[rows, index], totals
 

@@ -139,9 +139,9 @@ class PassWidths:
 
     def _splits(self, extent: int) -> bool:
         """Return whether sums over keys are split like those of the next whole block."""
-        seen, whole = extent - REFERENCE, (extent // BLOCK + 1) * BLOCK
+        visible, whole = extent - REFERENCE, (extent // BLOCK + 1) * BLOCK
         return all(
-            self._compare((*heads, seen, extent, REFERENCE), (*heads, seen, whole, REFERENCE), _attention)
+            self._compare((*heads, visible, extent, REFERENCE), (*heads, visible, whole, REFERENCE), _attention)
             for heads in self.heads
         )
 
@@ -221,22 +221,22 @@ def _product(of: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 def _attention(of: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Compute attention (nodes, keys * groups * size) that is zero but for rounding: each key occurs twice, with values
-    of opposite signs. Only the first `seen` keys are not masked.
+    of opposite signs. Only the first `visible` keys are not masked.
     """
-    keys, groups, size, seen, extent, nodes = of
+    keys, groups, size, visible, extent, nodes = of
     pairs = (size + 1) // 2
-    order_S, order_E = _random(seen).argsort(), _random(2 * pairs).argsort()
+    order_S, order_E = _random(visible).argsort(), _random(2 * pairs).argsort()
     key, value = torch.zeros(2, 1, keys, extent, size)
     # scores cancel too: large numbers make their rounding errors visible after the softmax
-    half_key, half_query = LARGE * _random(keys, seen // 2, pairs), LARGE * _random(SAMPLES, keys * groups, pairs)
-    half_value = _random(keys, seen // 2, size)
-    key[0, :, :seen] = half_key.repeat(1, 2, 2)[:, order_S][..., order_E][..., :size]
-    value[0, :, :seen] = torch.cat([half_value, -half_value], dim=1)[:, order_S]
+    half_key, half_query = LARGE * _random(keys, visible // 2, pairs), LARGE * _random(SAMPLES, keys * groups, pairs)
+    half_value = _random(keys, visible // 2, size)
+    key[0, :, :visible] = half_key.repeat(1, 2, 2)[:, order_S][..., order_E][..., :size]
+    value[0, :, :visible] = torch.cat([half_value, -half_value], dim=1)[:, order_S]
     query = torch.cat([half_query, -half_query], dim=-1)[..., order_E][..., :size]
     query = _tiled(query, nodes).transpose(0, 1)[None]
     query, key, value = (x.to(device, dtype) for x in (query, key, value))
     mask = torch.full((1, 1, groups * nodes, extent), torch.finfo(dtype).min, dtype=dtype, device=device)
-    mask[..., :seen] = 0
+    mask[..., :visible] = 0
     if groups > 1:
         out = folded_attention(query, key, value, mask, None)
     else:
