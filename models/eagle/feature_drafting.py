@@ -256,7 +256,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
 
     def _tree(self, state: State, memory: FeatureMemory, feature_Bd: Tensor, depth: int) -> Draft:
         tree_builder, rows = self.tree_builder(state, depth), feature_Bd.shape[0]
-        feature_BWd, seen = feature_Bd[:, None], None
+        feature_BWd, ancestors = feature_Bd[:, None], None
         for level in range(depth):
             logits_BWV = self._logits(self._mixed(feature_BWd, state))
             token_BW, parent_BW = tree_builder.grow(ranking(logits_BWV, state, level))
@@ -266,9 +266,9 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             carried = gather_rows(feature_BWd, parent_BW.to(feature_BWd.device))
             entered_BW = self._each(self._level_inputs(token_BW, state, level), memory)
             bias, rope = memory.context_bias(1, level), memory.rope(memory.table, 1, level)
-            seen = see_ancestors(seen, parent_BW.to(carried.device))
-            x_Nd, query_BWHE = self.layer.read(memory, entered_BW, carried, bias, rope, seen.shape[2] - width)
-            attend = partial(memory.attend_tree, seen_BWM=seen)
+            ancestors = see_ancestors(ancestors, parent_BW.to(carried.device))
+            x_Nd, query_BWHE = self.layer.read(memory, entered_BW, carried, bias, rope, ancestors.shape[2] - width)
+            attend = partial(memory.attend_tree, seen_BWM=ancestors)
             feature_BWd = self.layer.after_attention(x_Nd, query_BWHE.flatten(0, 1), attend).view(rows, width, -1)
         return tree_builder.finish(self.structure(state).nodes)
 
@@ -289,10 +289,10 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     def _again(self, memory: FeatureMemory, token_BT: Tensor, feature_BKd: Tensor) -> Tensor:
         """Read the last K drafted ids, stored after the earlier ones, and predict the next feature (B, d)."""
         rows, width = feature_BKd.shape[:2]
-        done = token_BT.shape[1] - width
-        bias, rope = memory.context_bias(width), memory.rope(memory.table, width, done)
-        x_Nd, query_BKHE = self.layer.read(memory, token_BT[:, done:], feature_BKd, bias, rope, done)
-        attend = partial(memory.attend, drafted=done + width)
+        start = token_BT.shape[1] - width
+        bias, rope = memory.context_bias(width), memory.rope(memory.table, width, start)
+        x_Nd, query_BKHE = self.layer.read(memory, token_BT[:, start:], feature_BKd, bias, rope, start)
+        attend = partial(memory.attend, drafted=start + width)
         return self.layer.after_attention(x_Nd.view(rows, width, -1)[:, -1], query_BKHE[:, -1], attend)
 
     def _training_layout(self, batch: TrainingBatch) -> layouts.PromptLayout:

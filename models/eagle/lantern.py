@@ -58,10 +58,10 @@ class LanternDrafter(ImageFeatureDrafter):
 
     @classmethod
     def sizes(cls, target: Family) -> dict[str, Any]:
-        known = super().sizes(target)
-        codes, hidden = known.pop("codes"), known["hidden"]
+        sizes = super().sizes(target)
+        codes, hidden = sizes.pop("codes"), sizes["hidden"]
         vocab = codes if target.vocabulary is None else target.decoder.config.vocab_size
-        return known | {"vocab": vocab, "target_hidden": hidden}
+        return sizes | {"vocab": vocab, "target_hidden": hidden}
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: nn.Module | Family, **options: Any) -> Self:

@@ -88,9 +88,9 @@ class FeatureMemory(PendingInputs):
 
     def _enlarge(self, rows: int, room: int) -> None:
         """Copy everything to a larger store and continue there."""
-        grown = self.kv.new_zeros(rows, room, *self.kv.shape[2:])
-        grown[: len(self.kv), : self.end] = self.kv[:, : self.end]
-        self.move_storage(grown, 0)
+        new = self.kv.new_zeros(rows, room, *self.kv.shape[2:])
+        new[: len(self.kv), : self.end] = self.kv[:, : self.end]
+        self.move_storage(new, 0)
 
     def add(self, token_BT: Tensor, feature_BTF: Tensor, counts: list[int]) -> None:
         """Queue elements for later processing: counts[b] in row b, padded on the right."""
@@ -259,10 +259,10 @@ class DraftLayer(nn.Module):
 
     def logits(self, feature: Tensor) -> Tensor:
         """Return logits (..., V) of features (..., d)."""
-        read = self.head.decodable(feature)
+        inputs = self.head.decodable(feature)
         if self.own_head:
-            return over_vocabulary(self.lm_head(read), self.ids, self.vocab)
-        return head_logits(self.lm_head, read, self.dtype)
+            return over_vocabulary(self.lm_head(inputs), self.ids, self.vocab)
+        return head_logits(self.lm_head, inputs, self.dtype)
 
     def packed(self) -> bool:
         """Return whether the head has quantized weights, which only the head itself can read."""

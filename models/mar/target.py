@@ -173,17 +173,17 @@ class MARTarget(Target):
         """Return the state of a checked request before any pass."""
         self.family.check_sampling(request.sampling)
         prompt = request.inputs = request.inputs.ordered(self.model.config.tokens, request.generators)
-        known = DrawnVectors.nothing(prompt, self.model.config.size)
+        vectors = DrawnVectors.nothing(prompt, self.model.config.size)
         position = torch.full_like(prompt.classes, -1)  # the number of a virtual node before the first token
         rows = list(range(len(position)))
-        return State(request, known.values[:, 0], position, known, rows, UnorderedBuffer(request, prompt.order))
+        return State(request, vectors.values[:, 0], position, vectors, rows, UnorderedBuffer(request, prompt.order))
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """Run one pass over every prefix of every row, with two rows each under guidance."""
-        known: DrawnVectors = state.cache
+        vectors: DrawnVectors = state.cache
         nodes, tokens = draft.value.shape[1], self.model.config.tokens
         rank_BN = state.position[:, None] + torch.arange(nodes, device=self.device)
-        known.put(rank_BN, draft.value)
+        vectors.put(rank_BN, draft.value)
         known_rows = [len(state.tokens[row]) for row in state.rows]  # including the pending token
         most = min(max(known_rows) + nodes - 1, tokens)
         return self._scores(state, rank_BN, range(min(known_rows), most + 1))
@@ -202,7 +202,7 @@ class MARTarget(Target):
 
     def after(
         self,
-        known: DrawnVectors,
+        vectors: DrawnVectors,
         prefix_BN: Tensor,
         number_BP: Tensor,
         counts: range,
@@ -219,35 +219,35 @@ class MARTarget(Target):
         """
         tokens, guided = self.model.config.tokens, sampling.guidance != 1.0
         number_BP = number_BP.clamp(max=tokens - 1)  # a draft may extend beyond the end
-        place_BP = known.order.gather(1, number_BP)
-        condition = conditions(self.model, known, prefix_BN, place_BP, counts, guided)
+        place_BP = vectors.order.gather(1, number_BP)
+        condition = conditions(self.model, vectors, prefix_BN, place_BP, counts, guided)
         scale = None
         if guided:
-            drawn = number_BP + 1 if step is None else prefix_BN + step
-            scale = scales(self.family.scale, sampling.guidance, drawn.expand_as(number_BP), tokens).flatten()
+            numbers = number_BP + 1 if step is None else prefix_BN + step
+            scale = scales(self.family.scale, sampling.guidance, numbers.expand_as(number_BP), tokens).flatten()
         return self.family.chains(
             condition, (len(place_BP), place_BP.shape[1]), scale, sampling.temperature, calls, name
         )
 
 
 def conditions(
-    model: MAR, known: DrawnVectors, prefix_BN: Tensor, place_BP: Tensor, counts: range, guided: bool
+    model: MAR, vectors: DrawnVectors, prefix_BN: Tensor, place_BP: Tensor, counts: range, guided: bool
 ) -> Tensor:
     """Return the head's conditions (B P, D) for tokens at `place`, P / N of them given the first `prefix` tokens of
     each row; with guidance the unconditional ones follow.
     """
     nodes, most = prefix_BN.shape[1], counts[-1]
-    order = known.order[:, :most].repeat_interleave(nodes, dim=0)
-    values = known.values[:, :most].repeat_interleave(nodes, dim=0).to(model.dtype)
-    classes, place = known.classes.repeat_interleave(nodes), place_BP.reshape(prefix_BN.numel(), -1)
-    seen = None
+    order = vectors.order[:, :most].repeat_interleave(nodes, dim=0)
+    values = vectors.values[:, :most].repeat_interleave(nodes, dim=0).to(model.dtype)
+    classes, place = vectors.classes.repeat_interleave(nodes), place_BP.reshape(prefix_BN.numel(), -1)
+    mask = None
     if len(counts) > 1:
-        seen = torch.arange(most, device=order.device) < prefix_BN.reshape(-1, 1)
+        mask = torch.arange(most, device=order.device) < prefix_BN.reshape(-1, 1)
     if guided:
         classes = torch.cat([classes, torch.full_like(classes, UNCONDITIONAL)])
         order, values, place = (torch.cat([part, part]) for part in (order, values, place))
-        seen = None if seen is None else torch.cat([seen, seen])
-    condition_MTD = model(values, order, seen, classes)
+        mask = None if mask is None else torch.cat([mask, mask])
+    condition_MTD = model(values, order, mask, classes)
     return condition_MTD.gather(1, place[..., None].expand(-1, -1, condition_MTD.shape[-1])).flatten(0, 1)
 
 

@@ -63,24 +63,24 @@ class ConditionState:
         """
         nodes = 0 if value_BNS is None else value_BNS.shape[1]
         groups = self._groups()
-        after = [torch.empty_like(self.features) for _ in range(nodes)]
+        features = [torch.empty_like(self.features) for _ in range(nodes)]
         inputs: list[tuple[int, list[int] | None, Tensor, int]] = []  # first scale, images, (R, Q, C), scales
         for count, images in groups:
-            x_RQC, number = self._inputs(count, images, value_BNS, after)
+            x_RQC, number = self._inputs(count, images, value_BNS, features)
             inputs.append((count + 1 if self.begun else 0, images, x_RQC, number))
-        self.after = after
+        self.after = features
         x_RQC, places = self._open(inputs)
         hidden = self.net(x_RQC, self.given, self.cache.attend, places)
         out = []
         for first, images, x, number in inputs:
-            own, given = hidden, self.given
+            own, condition = hidden, self.given
             if images is not None:
                 rows = to_device(self._rows(images), hidden.device)
-                own, given = hidden[rows, : x.shape[1]], given[rows]
-            kept = self.scales.sizes[first : first + number]
+                own, condition = hidden[rows, : x.shape[1]], condition[rows]
+            sizes = self.scales.sizes[first : first + number]
             if last and number:
-                first, kept, own = first + number - 1, kept[-1:], own[:, -kept[-1] :]
-            logits = self.net.logits(own, given).split(kept, dim=1) if number else ()
+                first, sizes, own = first + number - 1, sizes[-1:], own[:, -sizes[-1] :]
+            logits = self.net.logits(own, condition).split(sizes, dim=1) if number else ()
             codes = self.net.config.codes  # a position's codes are adjacent
             out.append(DistanceGroup(images, first, [part.unflatten(2, (-1, codes)).flatten(1, 2) for part in logits]))
         self.begun = True
@@ -124,15 +124,15 @@ class ConditionState:
         return [copy * len(self.count) + b for copy in range(self.copies) for b in images]
 
     def _inputs(
-        self, count: int, images: list[int] | None, value_BNS: Tensor | None, after: list[Tensor]
+        self, count: int, images: list[int] | None, value_BNS: Tensor | None, outputs: list[Tensor]
     ) -> tuple[Tensor, int]:
-        """Return inputs (R, Q, C) of a group's next scales and the number of scales; fill its rows of `after`."""
+        """Return inputs (R, Q, C) of a group's next scales and the number of scales; fill its rows of `outputs`."""
         features, value, at = self.features, value_BNS, None
         if images is not None:
             at = to_device(images, features.device)
             features, value = features[at], None if value_BNS is None else value_BNS[at]
         parts: list[Tensor] = []
-        for n, full in enumerate(after):
+        for n, full in enumerate(outputs):
             assert value is not None
             scale = count + n
             if scale < len(self.scales):

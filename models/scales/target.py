@@ -187,8 +187,8 @@ def check_alike(name: str, other: NextScale, model: NextScale) -> None:
     for what in model.config.ALIKE:
         got, want = getattr(other.config, what), getattr(model.config, what)
         if got != want:
-            shown = (list(v.sizes) if isinstance(v, ScaleSizes) else v for v in (got, want))
-            raise ValueError("{}: got {} {}, expected {} as in the model".format(name, what, *shown))
+            values = (list(v.sizes) if isinstance(v, ScaleSizes) else v for v in (got, want))
+            raise ValueError("{}: got {} {}, expected {} as in the model".format(name, what, *values))
 
 
 class ScaleTarget(Target):
@@ -255,11 +255,11 @@ class ScaleTarget(Target):
         assert self.family.refiner is not None
         assert isinstance(state.output, ScaleBuffer)
         maps_BNS = torch.stack([state.output.maps(row) for row in state.rows])
-        prompt, before = state.request.inputs.of(state.rows), state.cache.cache.bytes
+        prompt, size = state.request.inputs.of(state.rows), state.cache.cache.bytes
         state.cache = reading = self.reading(prompt, state.request.sampling, self.family.refiner)
         groups = reading.read(maps_BNS, last=True)
         reading.pass_over(maps_BNS.shape[1] - 1)
-        state.trace.memory["freed"] = before
+        state.trace.memory["freed"] = size
         self._report(state)
         return groups
 
