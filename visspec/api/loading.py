@@ -84,10 +84,10 @@ def load_image_model(
     where = str(spec or included.image_model())
     config = _configuration(where)
     family = registry.table("family").get(str(config.get("model_type")))
-    if family is not None and (read := family.load().load) is not None:
+    if family is not None and (reader := family.load().load) is not None:
         device, folder = resolve_device(device), hub.resolve_folder(registry.included_folder(where))
         usual = torch.float32 if device == "cpu" else getattr(torch, config.get("dtype") or "float32")
-        model = read(folder, torch_dtype(dtype, usual)).to(device).eval()
+        model = reader(folder, torch_dtype(dtype, usual)).to(device).eval()
         logger.info("%s: loaded %s, %s, to %s", folder, type(model).__name__, model.dtype, device)
         with quiet():  # suppresses the warning about the unknown model type
             return model, None if model.class_conditional else _own_processor(model, folder)

@@ -87,15 +87,15 @@ def same_settings(home: Path, path: str | Path, about: dict[str, Any]) -> None:
     if not home.exists():
         write_json(home, about)
         return
-    before = None
+    stored = None
     with suppress(ValueError):
-        before = loads(home.read_bytes())
-    if not isinstance(before, dict):
+        stored = loads(home.read_bytes())
+    if not isinstance(stored, dict):
         raise ValueError(f"{home}: got no JSON object, expected the settings of the records in {path}.")
     for name, value in json.loads(json.dumps(about)).items():
-        if name != "provenance" and before.get(name) != value:
-            made = f"records made with {before.get(name)!r}"
-            raise ValueError(f"{path}: got {name} {value!r} and {made}. Use the same value or another place.")
+        if name != "provenance" and stored.get(name) != value:
+            problem = f"records made with {stored.get(name)!r}"
+            raise ValueError(f"{path}: got {name} {value!r} and {problem}. Use the same value or another place.")
 
 
 def check_there(path: Path) -> None:
@@ -152,13 +152,13 @@ class Journal:
 
     def _take_failed_out(self) -> None:
         with replacing(self.path) as draft:
-            kept = open(draft, "a+b")
-            lock(kept, self.path)
+            new = open(draft, "a+b")
+            lock(new, self.path)
             self._file.seek(0)
-            kept.writelines(line for line in self._file if json.loads(line)["id"] not in self.failed)
-            kept.flush()
+            new.writelines(line for line in self._file if json.loads(line)["id"] not in self.failed)
+            new.flush()
         self._file.close()
-        self._file = kept
+        self._file = new
         self.done -= self.failed
         self.failed.clear()
 

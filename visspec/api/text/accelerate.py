@@ -258,8 +258,8 @@ class Accelerated:
         check_eager(options.batch_invariant, options.compile, options.graphs)
 
         def make_target(traits: DrafterTraits) -> HFDecoder:
-            read = traits.feature_layers, traits.embeddings
-            target = HFDecoder(model, *read, check=options.probe, compile=options.compile)
+            features = traits.feature_layers, traits.embeddings
+            target = HFDecoder(model, *features, check=options.probe, compile=options.compile)
             if options.batch_invariant:
                 target.fix_widths()
             if traits.partial and target.capabilities.layers:
