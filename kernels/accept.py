@@ -179,10 +179,10 @@ def _walk(tokens, parent, law_at, q, uniforms, mass, near, columns, branch):
         if used is not None and siblings < branch:  # later siblings may not use these codes
             spent.append(used)
             if rest is None:
-                source = _without(law.copy() if source is law else source, spent[-1:])
+                source = _zeroed_weights(law.copy() if source is law else source, spent[-1:])
                 source[x] = 0.0
             else:
-                source = _without(rest.copy(), spent)
+                source = _zeroed_weights(rest.copy(), spent)
     return kept, _zero_ids((law if rest is None else rest).astype(np.float64), tried), law, drift
 
 
@@ -199,7 +199,7 @@ def _zero_ids(weights, ids):
     return weights
 
 
-def _without(weights, spent):
+def _zeroed_weights(weights, spent):
     """Set the weights at these ids to 0, in place. Ids outside the vocabulary are ignored."""
     for ids in spent:
         if not in_range(ids, len(weights)):

@@ -85,7 +85,7 @@ class SlotCache:
         """Length of the longest row."""
         return max(self.lengths)
 
-    def held(self, device: torch.device | str) -> Tensor:
+    def committed_mask(self, device: torch.device | str) -> Tensor:
         """Return a mask (B, S) of the slots, up to the longest row's length, that are committed and not padding."""
         mask = torch.arange(self.length, device=device) < to_device(self.lengths, device)[:, None]
         if self.padding is not None:
@@ -156,7 +156,7 @@ class SlotCache:
         if self.keys and self.keys[0].shape[2] < self._extent:
             for store in (self.keys, self.values):
                 for layer, old in enumerate(store):
-                    store[layer] = self._grown(old)
+                    store[layer] = self._enlarged_store(old)
             self.lean = False
 
     def _allocate(self, like: Tensor, slots: int) -> Tensor:
@@ -164,7 +164,7 @@ class SlotCache:
         # zeros, not empty: masked slots are multiplied by 0, and 0 * NaN is NaN
         return torch.zeros(rows + self.spare, heads, slots, size, dtype=like.dtype, device=like.device)[:rows]
 
-    def _grown(self, old: Tensor) -> Tensor:
+    def _enlarged_store(self, old: Tensor) -> Tensor:
         size = first_room(self._extent, self.answer) if self.lean else more_room(self._extent, old.shape[2])
         new = self._allocate(old, size)
         new[:, :, : old.shape[2]] = old

@@ -41,7 +41,7 @@ class Distribution:
         raise NotImplementedError
 
     @classmethod
-    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def check_drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Check drafted values of (B, N) nodes. Returns sanitised values, which of them are valid, and which may be
         drafted, both (B, N) bool. Raises ValueError if `value` is not a tensor of such values.
         """
@@ -107,7 +107,7 @@ class Categorical(Distribution):
         return allowed_V
 
     @classmethod
-    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def check_drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         check_tensor("value", value, shape, torch.long, limits.device)
         safe = value.clamp(0, len(limits) - 1)
         return safe, safe == value, limits[safe]
@@ -326,7 +326,7 @@ class Denoising(Distribution):
         return torch.empty(*capabilities.chains, device=device)
 
     @classmethod
-    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def check_drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         check_tensor("value", value, (*shape, limits.shape[1]), None, limits.device)
         finite_BN = value.isfinite().all(dim=-1)
         return torch.where(finite_BN[..., None], value, 0.0), finite_BN, torch.ones_like(finite_BN)
@@ -401,7 +401,7 @@ class Maps(Distribution):
         return torch.empty(max(capabilities.scales), capabilities.vocab, device=device)
 
     @classmethod
-    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def check_drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         check_tensor("value", value, (*shape, len(limits)), torch.long, limits.device)
         safe = value.clamp(0, limits.shape[1] - 1)
         possible_BN = (safe == value).all(dim=-1)

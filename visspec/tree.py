@@ -74,16 +74,16 @@ def tree_cache(tree: Tree, derive: Callable[[Tree], Any]) -> Any:
     return derived[derive]
 
 
-def above(tree: Tree) -> Tensor:
+def parents_of(tree: Tree) -> Tensor:
     """Return each node's parent (1|B, N); the root is its own parent.
 
     Args:
         tree: The tree.
     """
-    return tree_cache(tree, _above)
+    return tree_cache(tree, _parents)
 
 
-def _above(tree: Tree) -> Tensor:
+def _parents(tree: Tree) -> Tensor:
     return tree.parent.clamp(min=0)
 
 

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from visspec.eval.metrics.detection import digest, file_digest, with_progress
-from visspec.io.files import replacing
+from visspec.io.files import atomic_write
 from visspec.io.images import image_files, iter_images
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def read_features(
             return FeatureTable(file.get_tensor("features"), json.loads(file.metadata()["problems"]))
     table = _extract(folder, extractor, batch_size)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as draft:
+    with atomic_write(path) as draft:
         save_file({"features": table.features}, draft, {"problems": json.dumps(table.problems)})
     return table
 

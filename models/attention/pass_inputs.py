@@ -106,7 +106,7 @@ class SlotLayers(Cache):
         self.written: dict[int, int] = {}
         super().__init__(layers=[states.get(i) or SlotLayer(self.slots, i) for i in range(max(states, default=-1) + 2)])
 
-    def over(self, stores: list[Tensor], rows: int, length: int) -> SlotLayers:
+    def with_stores(self, stores: list[Tensor], rows: int, length: int) -> SlotLayers:
         """Return a cache of the same layers over other stores (keys, then values), with rows of `length` slots."""
         new, half = SlotLayers(rows), len(stores) // 2
         new.slots.keys, new.slots.values = [s[:rows] for s in stores[:half]], [s[:rows] for s in stores[half:]]
@@ -327,17 +327,17 @@ class Masks:
             mask = self._ragged_mask(slots, tree, extent)
         else:
             mask = self._shared_mask(tree, slots.length)
-        return self.inputs(laid(mask, slots.steady))
+        return self.inputs(layout_mask(mask, slots.steady))
 
     def whole(
         self, ancestor: Tensor, depth: Tensor, lengths: list[int] | Tensor, padding: Tensor | None, extent: int
     ) -> AttentionInputs:
         """Like a call, without cached masks; lengths (R,) may be a tensor, which is then not read on the host."""
         seen_RNS = visibility(ancestor, lengths, padding, extent)
-        full = laid(self.additive(seen_RNS, self.groups), False)
+        full = layout_mask(self.additive(seen_RNS, self.groups), False)
         if not self.window:
             return self.inputs(full)
-        sliding = laid(self.additive(seen_RNS & nearby(depth, lengths, extent, self.window), self.groups), False)
+        sliding = layout_mask(self.additive(seen_RNS & nearby(depth, lengths, extent, self.window), self.groups), False)
         if not self.mixed:
             return self.inputs(sliding)
         kinds = self.inputs(full), self.inputs(sliding)
@@ -424,7 +424,7 @@ class IncrementalMask:
         self.lengths, self.nodes = lengths, size
 
 
-def laid(bias: Tensor, steady: bool) -> Tensor:
+def layout_mask(bias: Tensor, steady: bool) -> Tensor:
     """Lay out a mask for attention.
 
     Args:
@@ -479,7 +479,7 @@ class ModuleHooks:
                 hook.remove()
 
     @property
-    def calling(self) -> bool:
+    def is_caller(self) -> bool:
         """Return whether the current call comes from the thread that opened the context."""
         return threading.get_ident() == self.caller
 
@@ -501,19 +501,19 @@ class DecoderRecorder(ModuleHooks):
 
     def _put_up(self):
         return [
-            self.decoder.register_forward_pre_hook(self._entering, with_kwargs=True),
-            self.decoder.register_forward_hook(self._leaving),
+            self.decoder.register_forward_pre_hook(self._before_call, with_kwargs=True),
+            self.decoder.register_forward_hook(self._after_call),
             *([] if self.last is None else [self.last.register_forward_hook(self._leaving_last)]),
         ]
 
-    def _entering(self, module, args, kwargs=None) -> None:
-        if self.calling:
+    def _before_call(self, module, args, kwargs=None) -> None:
+        if self.is_caller:
             self.seen.update({k: kwargs.get(k) for k in ("inputs_embeds", "position_ids")})
 
-    def _leaving(self, module, args, output) -> None:
-        if self.calling:
+    def _after_call(self, module, args, output) -> None:
+        if self.is_caller:
             self.seen["last_hidden_state"] = getattr(output, "last_hidden_state", None)
 
     def _leaving_last(self, module, args, output) -> None:
-        if self.calling:
+        if self.is_caller:
             self.seen["before_norm"] = output[0] if isinstance(output, tuple) else output

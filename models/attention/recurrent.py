@@ -122,7 +122,7 @@ class RecurrentStateCheckpoints:
         if draft.tree.chain:
             tree = trees.chain(longest + nodes - 1, str(device))
         else:
-            tree = behind(draft.tree, replayed_B1, longest)
+            tree = append_to_replayed(draft.tree, replayed_B1, longest)
         with ShortChunks(modules, tree.size if self._paths is None else self._paths.width, device):
             output = self._pass(passing, state, Draft(self.ids, tree), True)
         return output, replayed_B1 + torch.arange(nodes, device=device)
@@ -237,10 +237,10 @@ class ShortChunks(ModuleHooks):
         self.width = width
 
     def _put_up(self) -> list[RemovableHandle]:
-        return [module.register_forward_pre_hook(self._entering, with_kwargs=True) for module in self.modules]
+        return [module.register_forward_pre_hook(self._before_call, with_kwargs=True) for module in self.modules]
 
-    def _entering(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
-        return (args, {**kwargs, "chunk_size": self.width}) if self.calling and kwargs is not None else None
+    def _before_call(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
+        return (args, {**kwargs, "chunk_size": self.width}) if self.is_caller and kwargs is not None else None
 
 
 @functools.cache
@@ -289,11 +289,11 @@ class PathRows(ModuleHooks):
 
     def _put_up(self) -> list[RemovableHandle]:
         modules = self.modules.values()
-        entering = [module.register_forward_pre_hook(self._entering, with_kwargs=True) for module in modules]
-        return entering + [module.register_forward_hook(self._leaving) for module in modules]
+        entering = [module.register_forward_pre_hook(self._before_call, with_kwargs=True) for module in modules]
+        return entering + [module.register_forward_hook(self._after_call) for module in modules]
 
-    def _entering(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
-        if not self.calling or kwargs is None:
+    def _before_call(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
+        if not self.is_caller or kwargs is None:
             return None
         hidden_BTd = args[0] if args else kwargs["hidden_states"]
         hidden_BXd = gather_rows(hidden_BTd, self.read.to(hidden_BTd.device))
@@ -308,8 +308,8 @@ class PathRows(ModuleHooks):
             states[i] = None if state is None else state.repeat_interleave(self.paths, 0)
         return args, kwargs
 
-    def _leaving(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        if not self.calling:
+    def _after_call(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if not self.is_caller:
             return None
         for states, i, saved in self._before.pop(id(module)):
             if (state := states[i]) is not None:
@@ -318,9 +318,9 @@ class PathRows(ModuleHooks):
                 if not self.ends_kept:
                     self._ends.clear()
                 states[i] = torch.zeros_like(state[:: self.paths]) if saved is None else saved
-        return tuple(map(self._gathered, output)) if isinstance(output, tuple) else self._gathered(output)
+        return tuple(map(self._gather_nodes, output)) if isinstance(output, tuple) else self._gather_nodes(output)
 
-    def _gathered(self, found_XDd: Tensor) -> Tensor:
+    def _gather_nodes(self, found_XDd: Tensor) -> Tensor:
         """Select the nodes' outputs from those of their paths."""
         outputs_BXd = found_XDd.reshape(len(self.read), -1, found_XDd.shape[-1])
         return gather_rows(outputs_BXd, self.given.to(outputs_BXd.device))
@@ -365,7 +365,7 @@ def path_rows(tree: Tree) -> tuple[Tensor, Tensor]:
     return path_BPD, tree.ancestor.gather(1, leaf_BP.expand(-1, -1, tree.size)).long().argmax(dim=1)
 
 
-def behind(tree: Tree, replayed_B1: Tensor, longest: int) -> Tree:
+def append_to_replayed(tree: Tree, replayed_B1: Tensor, longest: int) -> Tree:
     """Append a draft's tree to the tokens that each row replays. Rows that replay fewer tokens are padded at the end
     with children of the first one, which nothing reads.
     """

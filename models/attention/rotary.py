@@ -41,10 +41,10 @@ class SteppedRope(ModuleHooks):
         self.reaches = [] if reach_BN is None else reach_BN.unique().tolist()
 
     def _put_up(self):
-        return [module.register_forward_hook(self._leaving, with_kwargs=True) for module in self.modules]
+        return [module.register_forward_hook(self._after_call, with_kwargs=True) for module in self.modules]
 
-    def _leaving(self, module, args, kwargs, output=None):
-        if not self.calling:
+    def _after_call(self, module, args, kwargs, output=None):
+        if not self.is_caller:
             return None
         arguments = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
         if arguments.get("position_ids") is None:
@@ -55,19 +55,19 @@ class SteppedRope(ModuleHooks):
             parts = _parts(output)
             for reach in self.reaches:
                 at_reach = (self.reach_BN == reach)[..., None]
-                parts = [torch.where(at_reach, new, old) for new, old in zip(_reaching(arguments, reach), parts)]
+                parts = [torch.where(at_reach, new, old) for new, old in zip(_rotations(arguments, reach), parts)]
         return tuple(parts) if isinstance(output, tuple) else parts[0]
 
     def _prefill(self, arguments: dict) -> list[Tensor]:
         positions = arguments["position_ids"]
         ends = positions[..., -1].flatten().tolist()
         one = arguments | {"position_ids": positions.new_ones(1, 1).expand(*positions.shape[:-2], 1, 1)}
-        first, last = (_reaching(one, reach) for reach in (max(min(ends) + 1, 2), max(ends) + self.new + 2))
+        first, last = (_rotations(one, reach) for reach in (max(min(ends) + 1, 2), max(ends) + self.new + 2))
         self.moves |= not all(torch.equal(a, b) for a, b in zip(first, last))
-        return _reaching(arguments, int(positions.max()) + 1)
+        return _rotations(arguments, int(positions.max()) + 1)
 
 
-def _reaching(arguments: dict, reach: int) -> list[Tensor]:
+def _rotations(arguments: dict, reach: int) -> list[Tensor]:
     """Return what a freshly loaded module gives at the positions of a call, (..., N, E) each, for this reach."""
     module, positions = arguments["self"], arguments["position_ids"]
     fresh = copy.copy(module)

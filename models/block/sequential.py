@@ -91,7 +91,7 @@ class Sequential(nn.Module):
     candidates = 0  # number of tokens kept per place; 0: all
     # (logits (B, K, V) and hidden states (B, K, d) of a pass): a function to be called for the places in turn, from a
     # place's index and the tokens above it (B, W) to the logits of its distributions, (B, W, V)
-    begun: Callable[[Tensor, Tensor], Below]
+    logits_function: Callable[[Tensor, Tensor], Below]
 
     def likeliest(self, logits_BKV: Tensor, hidden_BKd: Tensor, token_B: Tensor) -> Tensor | None:
         """Return the chain (B, K) of each place's likeliest token, if that is possible without a sequential walk."""
@@ -116,7 +116,7 @@ class Spark(Sequential):
         self.markov, self.confidence, self.ids = markov, confidence, ids
         self.remembers = markov is not None and markov.kind == "rnn"
 
-    def begun(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
+    def logits_function(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
         memory: Tensor | None = None
 
         def below(place: int, token_BW: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ class Domino(Sequential):
         first, last = nn.Linear(hidden + state, middle, bias=False), nn.Linear(middle, vocab, bias=False)
         self.embed_proj = nn.Sequential(first, nn.SiLU(), last)
 
-    def begun(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
+    def logits_function(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
         memory: Tensor | None = None
 
         def below(place: int, token_B1: Tensor) -> Tensor:
@@ -195,7 +195,7 @@ class CandidateSelector(Sequential):
         edges = self._rows(hidden, ids) @ self.predecessor_codebook[previous][..., None]
         return logits.gather(-1, ids) + edges[..., 0].to(logits.dtype), ids
 
-    def begun(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
+    def logits_function(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
         unary_BKC, ids_BKC = logits_BKV.topk(self.candidates, dim=-1)
         rows_BKrC = self._rows(hidden_BKd, ids_BKC).mT
         nothing_V = torch.full_like(logits_BKV[0, 0], float("-inf"))

@@ -34,7 +34,7 @@ from visspec.models.drafting.base import (
     accepted_nodes,
     next_tokens,
     prompt_first,
-    ranking,
+    ranking_logits,
     see_ancestors,
 )
 from visspec.models.drafting.static_tree import MOST_CHILDREN
@@ -174,7 +174,7 @@ class MultiToken(StructuredDrafter):
         seen_BWM: Tensor | None = None
         for level in range(depth):
             logits_BWV = self.heads._project_to_logits(above_BWd)
-            token_BW, parent_BW = tree_builder.grow(ranking(logits_BWV, state, level))
+            token_BW, parent_BW = tree_builder.grow(ranking_logits(logits_BWV, state, level))
             if level + 1 == depth:
                 break
             seen_BWM = see_ancestors(seen_BWM, parent_BW)

@@ -269,7 +269,7 @@ def resume(
     slots.fill([(p.stores, n) for p, n in starts], size)
     extent, tree = slots.open(size, device), _chain(size, device)
     column_BN = to_device([[width - c + min(n, c - 1) for n in range(size)] for c in counts], device)
-    first_BP = torch.stack([following(p.parts["positions"][n - 1]) for p, n in starts])
+    first_BP = torch.stack([next_position(p.parts["positions"][n - 1]) for p, n in starts])
     positions_BNP = first_BP[:, None] + tree.depth[0, :, None]
     attention = target.masks.whole(tree.ancestor, tree.depth, slots.lengths, None, extent)
     ends, heads = sorted({c - 1 for c in counts}), "logits_to_keep" in signature(target.model.forward).parameters
@@ -287,7 +287,7 @@ def resume(
         "features": target.features(output, record),
         "embeddings": record["inputs_embeds"],
     }
-    aux: dict[str, Any] = {name: _joined(starts, name, parts[name], counts, width) for name in starts[0][0].parts}
+    aux: dict[str, Any] = {name: _concatenate(starts, name, parts[name], counts, width) for name in starts[0][0].parts}
     positions_BLP, features = aux["positions"], aux.pop("features", None)
     aux["positions"] = positions_BLP[..., 0] if positions_BLP.shape[2] == 1 else positions_BLP.permute(2, 0, 1)
     padding = [width - key.length for key in keys]
@@ -299,7 +299,7 @@ def resume(
     return state, Scores(Categorical(logits), features, aux | {"raw": raw_B1V})
 
 
-def _joined(starts: Sequence[Start], name: str, read_BNX: Tensor, counts: list[int], width: int) -> Tensor:
+def _concatenate(starts: Sequence[Start], name: str, read_BNX: Tensor, counts: list[int], width: int) -> Tensor:
     """Concatenate the kept part of each row's prompt and the part read after it, right-aligned: (B, L, X)."""
     joined_BLX = read_BNX.new_zeros(len(starts), width, read_BNX.shape[2])
     for row_LX, new_NX, count, (prefix, n) in zip(joined_BLX, read_BNX, counts, starts):
@@ -308,7 +308,7 @@ def _joined(starts: Sequence[Start], name: str, read_BNX: Tensor, counts: list[i
     return joined_BLX
 
 
-def following(position_P: Tensor) -> Tensor:
+def next_position(position_P: Tensor) -> Tensor:
     """Return the position of the next token: after an image, M-RoPE continues from the largest of its three rows."""
     return torch.cat([position_P[:-3], position_P[-3:].amax().expand(min(len(position_P), 3))]) + 1
 

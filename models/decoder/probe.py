@@ -126,13 +126,13 @@ def _as_alone(target: HFDecoder, draw: int = 0) -> bool:
     real_2L = torch.ones(2, ids_1L.shape[1], dtype=torch.long, device=target.device)
     real_2L[1, :2] = 0
 
-    def prompted(ids_RL: Tensor, real_RL: Tensor) -> Tensor:
+    def prefill(ids_RL: Tensor, real_RL: Tensor) -> Tensor:
         inputs = {"attention_mask": real_RL, "use_cache": True, "logits_to_keep": 1}
         return categorical(target.prefill(Request(inputs, ids_RL, max_new_tokens=1))[1].distribution).logits
 
     try:
         pairs = (
-            (prompted(ids_1L.repeat(2, 1), real_2L), [prompted(ids_1L[:, n:], real_2L[:1, n:]) for n in (0, 2)]),
+            (prefill(ids_1L.repeat(2, 1), real_2L), [prefill(ids_1L[:, n:], real_2L[:1, n:]) for n in (0, 2)]),
             (_padded_passes(target, once, draw), [_alone(target, row, once, draw) for row in range(2)]),
         )
     except (MemoryError, torch.OutOfMemoryError):

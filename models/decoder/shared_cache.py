@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from visspec import tree as trees
 from visspec.cache import additive, gather_rows
 from visspec.models.decoder.target import LAST, describe
-from visspec.models.drafting.base import Chain, ranking
+from visspec.models.drafting.base import Chain, ranking_logits
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -81,14 +81,14 @@ class SharedCache(Drafter):
         token_BW, hidden_BWd = state.pending[:, None], state.memory[:, None]
         for level in range(depth):
             logits_BWV, hidden_BWd = reader(token_BW, hidden_BWd)
-            token_BW, above_BW = tree_builder.grow(ranking(logits_BWV, state, level))
+            token_BW, above_BW = tree_builder.grow(ranking_logits(logits_BWV, state, level))
             hidden_BWd = gather_rows(hidden_BWd, above_BW)
         return tree_builder.finish(self.nodes)
 
     def _reader(self, state: State) -> Read:
         """Return a function that runs the assistant over nodes of this round: (tokens, hidden) to (logits, hidden)."""
         assert state.target is not None
-        stored, real_BS = state.target.stored(state, list(self.layers.values()))
+        stored, real_BS = state.target.keys_and_values(state, list(self.layers.values()))
         shared = dict(zip(self.layers, stored))
         position_B = state.position
 

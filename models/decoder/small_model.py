@@ -74,7 +74,7 @@ class SmallModel(StructuredDrafter):
         pixels = any(name.startswith("pixel") for name in request.media)
         if self.sees and not pixels and bool(self._is_content(request.prompt).any()):
             raise ValueError("drafter: got no pixels, expected a call through visspec.accelerate(...).generate.")
-        inputs = self._seeing(request) if self.sees else self._blind(request)
+        inputs = self._media_inputs(request) if self.sees else self._blind(request)
         memory: dict[str, Any] = {}
 
         def prefill(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -87,7 +87,7 @@ class SmallModel(StructuredDrafter):
         self.target.model.generate(**inputs, custom_generate=prefill, max_new_tokens=1)
         state.memory = _SmallModelState(memory["state"], state)
 
-    def _seeing(self, request: Request) -> dict[str, Any]:
+    def _media_inputs(self, request: Request) -> dict[str, Any]:
         copies = request.copies
         return {
             **request.media,

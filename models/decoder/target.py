@@ -45,7 +45,7 @@ from visspec.models.decoder.layer_skip import LayerSubset
 from visspec.models.layers import depth
 from visspec.models.runner.compiled import CompiledPasses, compiled_passes
 from visspec.models.runner.graphs import GraphedForward, graphed_forward
-from visspec.models.runner.widths import PassWidths, agreeing
+from visspec.models.runner.widths import PassWidths, in_parts
 from visspec.sampling import process, warp
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target
 
@@ -296,12 +296,12 @@ class HFDecoder(Target):
         finally:
             slots.lengths, slots.mask = saved
 
-    def stored(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+    def keys_and_values(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
         slots, places = state.cache.slots, [state.cache.written[layer] for layer in layers]
         pairs = [(slots.keys[n][:, :, : slots.length], slots.values[n][:, :, : slots.length]) for n in places]
         if slots.uniform and slots.padding is None:
             return pairs, None
-        return pairs, slots.held(self.device)
+        return pairs, slots.committed_mask(self.device)
 
     def _pass(self, model: PreTrainedModel, state: State, draft: Draft) -> tuple[Any, dict[str, Any]]:
         """Run `model` on a draft. Returns its output, and the decoder's recorded inputs and outputs."""
@@ -316,7 +316,7 @@ class HFDecoder(Target):
         positions = state.position[:, None] + tree.depth.clamp(max=last)
         lag = state.cache.lag[:, None] + 1 if state.cache.moves else None
         moved = nullcontext() if lag is None else rotary.SteppedRope(self.rotary, positions + lag)
-        with agreeing(self.widths, ids.numel()), moved:
+        with in_parts(self.widths, ids.numel()), moved:
             return self.forward(model, state.cache, attention, ids, positions)
 
     def forward(
@@ -331,7 +331,7 @@ class HFDecoder(Target):
     ) -> tuple[Any, dict[str, Any]]:
         """Run `model`. Returns its output, and the decoder's recorded inputs and outputs."""
         recorded = recorded or self.watched or self.head_states or self.last_layer is not None
-        switched = draft_attention.switched(self.configs) if NAME in attention else nullcontext()
+        switched = draft_attention.switch_attention(self.configs) if NAME in attention else nullcontext()
         with DecoderRecorder(self.decoder, self.last_layer) if recorded else nullcontext({}) as record, switched:
             output = model(
                 input_ids=ids,
@@ -504,7 +504,7 @@ def unwrap_adapter(model: Any) -> Any:
     return model.get_base_model()
 
 
-def driven(model: nn.Module) -> PreTrainedModel:
+def loop_model(model: nn.Module) -> PreTrainedModel:
     """Return the model that runs the decoding loop: the given one, the one inside a `PeftModel`, or the one that a
     custom `generate` calls.
 

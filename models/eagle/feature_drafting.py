@@ -26,7 +26,7 @@ from visspec.models.drafting.base import (
     StructuredDrafter,
     accepted_nodes,
     next_tokens,
-    ranking,
+    ranking_logits,
     see_ancestors,
 )
 from visspec.models.drafting.checkpoint import TargetT
@@ -195,7 +195,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         chain = self.chain(state, whole)
         rope_BTC, bias_BTd = memory.rope(memory.table, max(depth - 1, 1)), memory.context_bias(max(depth - 1, 1))
         for level in range(depth):
-            token_B = chain.add(self._logits(self._mixed(feature_Bd, state)))
+            token_B = chain.add(self._logits(self._mix_features(feature_Bd, state)))
             if level + 1 < depth:
                 entered_B = self._each(self._level_inputs(token_B, state, level), memory)
                 bias_B1d = bias_BTd if bias_BTd is None or bias_BTd.shape[1] == 1 else bias_BTd[:, level : level + 1]
@@ -230,7 +230,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         """Repeat a per-request tensor (B, ...) for every row of the memory."""
         return x
 
-    def _mixed(self, feature: Tensor, state: State) -> Tensor:
+    def _mix_features(self, feature: Tensor, state: State) -> Tensor:
         """Combine the predicted features of the memory's rows into what the LM head reads, (B, ...)."""
         return feature
 
@@ -258,8 +258,8 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         tree_builder, rows = self.tree_builder(state, depth), feature_Bd.shape[0]
         feature_BWd, ancestors = feature_Bd[:, None], None
         for level in range(depth):
-            logits_BWV = self._logits(self._mixed(feature_BWd, state))
-            token_BW, parent_BW = tree_builder.grow(ranking(logits_BWV, state, level))
+            logits_BWV = self._logits(self._mix_features(feature_BWd, state))
+            token_BW, parent_BW = tree_builder.grow(ranking_logits(logits_BWV, state, level))
             if level + 1 == depth:
                 break
             width, parent_BW = token_BW.shape[1], self._each(parent_BW, memory)
@@ -312,7 +312,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         of a row's answer predicts the distribution after answer token t.
         """
         ids, features = batch.ids, batch.features
-        layout, following = self._training_layout(batch), self._following(batch)
+        layout, following = self._training_layout(batch), self._next_embeddings(batch)
         embeddings = batch.embeddings if batch.embeddings is not None else features[..., : self.config.hidden]
         arguments = layout, following, features, embeddings, self._training_positions(batch)
         x, turn, context = self.elements(*arguments, reach=batch.reach)

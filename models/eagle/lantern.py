@@ -106,7 +106,7 @@ class LanternDrafter(ImageFeatureDrafter):
     def _each(self, x: Tensor, memory: ImageMemory) -> Tensor:  # type: ignore[override]
         return memory.each(x)
 
-    def _mixed(self, feature: Tensor, state: State) -> Tensor:
+    def _mix_features(self, feature: Tensor, state: State) -> Tensor:
         """Mix the two states under guidance. The head has no bias, so this mixes their logits, too."""
         if state.memory.parts == 1:
             return feature

@@ -140,7 +140,7 @@ class DraftCalls:
         token_BT, feature_BTd = self._block(token_BT, feature_BTd)
         numbers_BTV, scale = self._numbers(state, length)
         offsets_3B = to_device([counts, memory.lengths, memory.positions], token_BT.device)
-        fixed = self._fixed(memory, memory.kv, token_BT.shape[1] + length, feature_BTd)
+        fixed = self._shared_arguments(memory, memory.kv, token_BT.shape[1] + length, feature_BTd)
         levels = []
         for start in range(0, length, GROUP):
             inputs = map(contiguous_copy, (token_BT, feature_BTd, numbers_BTV[:, start : start + GROUP]))
@@ -157,7 +157,7 @@ class DraftCalls:
     def _called(self, memory: FeatureMemory, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self.call(*inputs)
 
-    def _fixed(self, memory: FeatureMemory, kv_BSHE: Tensor, more: int, like_BTd: Tensor) -> tuple:
+    def _shared_arguments(self, memory: FeatureMemory, kv_BSHE: Tensor, more: int, like_BTd: Tensor) -> tuple:
         """Return the arguments shared by all calls of a draft that writes `more` elements: the store, its extent,
         rotations and the context bias.
         """
@@ -181,7 +181,7 @@ class CompiledDrafter(DraftCalls, CompiledFunctions):
     def __init__(self, drafter: FeatureDrafting):
         super().__init__(drafter)
         self.call = self.compile(self.levels.forward)
-        if self.layer.packed():
+        if self.layer.is_quantized():
             self.refuse("a quantized LM head")
 
     def fits(self, state: State, more: int) -> bool:
@@ -193,11 +193,11 @@ class CompiledDrafter(DraftCalls, CompiledFunctions):
         memory, rows = state.memory, len(state.rows)
         feature_BTd = self.head.reduced(memory.pending_inputs[-1][1][:, -1:]).to(self.layer.dtype)
         numbers_BKV, scale = self._numbers(state, GROUP)
-        with self.warming(several, "drafts"):
+        with self.warm_up(several, "drafts"):
             for width in (BLOCK if rows != BLOCK else BLOCK + 1, 1):
                 block = state.pending[:, None].expand(-1, width), feature_BTd.expand(-1, width, -1), numbers_BKV
                 offsets_3B = to_device([[width] * rows, memory.lengths, memory.positions], numbers_BKV.device)
-                fixed = self._fixed(memory, memory.kv.clone(), width + GROUP, feature_BTd)
+                fixed = self._shared_arguments(memory, memory.kv.clone(), width + GROUP, feature_BTd)
                 inputs = (*map(contiguous_copy, block), offsets_3B, *fixed, scale)
                 want, got = (function(*inputs)[1].float() for function in (self.levels, self.call))
                 close(got, want, feature_BTd.dtype)
@@ -208,7 +208,7 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
 
     def __init__(self, drafter: FeatureDrafting):
         super().__init__(drafter)
-        self.fixed = not self.layer.packed()
+        self.fixed = not self.layer.is_quantized()
 
     def fits(self, state: State, more: int) -> bool:
         memory: FeatureMemory = state.memory

@@ -226,7 +226,7 @@ class Infinity(NextScale):
         self.register_buffer("level_L", torch.tensor(config.scales.levels), persistent=False)
         self.register_buffer("spot_L2", spots(config), persistent=False)
 
-    def given(self, texts: Texts) -> TextConditions:
+    def embed_condition(self, texts: Texts) -> TextConditions:
         length = texts.features.shape[1]
         real, none = texts.real.to(self.device)[:, None, None], texts.none.to(self.device)[:, None, None]
         features = torch.where(none, self.cfg_uncond[:length], texts.features.to(self.device, self.dtype))

@@ -42,7 +42,7 @@ class SmallMAR(Drafter):
             raise ValueError(f"drafter: got {steps} denoising steps, expected {expected} as the target has.")
 
     def start(self, state: State, scores: Scores) -> None:
-        state.memory = DrawnVectors.nothing(state.request.inputs, self.small.model.config.size).select(state.rows)
+        state.memory = DrawnVectors.empty(state.request.inputs, self.small.model.config.size).select(state.rows)
 
     def propose(self, state: State, depth: int) -> Draft:
         vectors: DrawnVectors = state.memory
@@ -56,7 +56,7 @@ class SmallMAR(Drafter):
         for level in range(depth):
             number_B1 = number_B1 + 1  # number of the token to draw, which is also the number of known tokens
             prefixes = range(min(counts) + level, min(max(counts) + level, tokens) + 1)
-            distribution = self.small.after(
+            distribution = self.small.next_vector(
                 vectors, number_B1, number_B1, prefixes, state.request.sampling, state.calls, "draft_head"
             )
             assert state.noise is not None

@@ -49,7 +49,7 @@ class ParallelMAR(Order):
                 prefix_B1, prefixes = number_BP[:, :1], range(count, count + 1)
                 arguments = vectors, prefix_B1, number_BP, prefixes, request.sampling, trace.calls
                 numbers = noise.numbers(more)
-                values = target.after(*arguments, step=more).value(numbers.start, numbers.steps)
+                values = target.next_vector(*arguments, step=more).value(numbers.start, numbers.steps)
                 vectors.put(number_BP, values.view(len(rows), more, -1))
                 noise.advance([more] * len(rows))
             for row in rows:

@@ -50,7 +50,7 @@ class ClassPrompt:
         """Placeholder ids (B, 1): the prompt has no tokens."""
         return torch.zeros_like(self.classes)[:, None]
 
-    def ordered(self, tokens: int, generators: Sequence[torch.Generator] | None) -> ClassPrompt:
+    def with_order(self, tokens: int, generators: Sequence[torch.Generator] | None) -> ClassPrompt:
         """Return the prompt with orders, which the generators draw if there are none."""
         if self.order is not None:
             return self
@@ -118,7 +118,7 @@ class DrawnVectors:
     values: Tensor
 
     @classmethod
-    def nothing(cls, prompt: ClassPrompt, size: int) -> DrawnVectors:
+    def empty(cls, prompt: ClassPrompt, size: int) -> DrawnVectors:
         assert prompt.order is not None
         rows, tokens = prompt.order.shape
         return cls(prompt.classes, prompt.order, torch.zeros(rows, tokens + 1, size, device=prompt.order.device))
@@ -172,8 +172,8 @@ class MARTarget(Target):
     def open_state(self, request: Request) -> State:
         """Return the state of a checked request before any pass."""
         self.family.check_sampling(request.sampling)
-        prompt = request.inputs = request.inputs.ordered(self.model.config.tokens, request.generators)
-        vectors = DrawnVectors.nothing(prompt, self.model.config.size)
+        prompt = request.inputs = request.inputs.with_order(self.model.config.tokens, request.generators)
+        vectors = DrawnVectors.empty(prompt, self.model.config.size)
         position = torch.full_like(prompt.classes, -1)  # the number of a virtual node before the first token
         rows = list(range(len(position)))
         return State(request, vectors.values[:, 0], position, vectors, rows, UnorderedBuffer(request, prompt.order))
@@ -198,9 +198,9 @@ class MARTarget(Target):
             counts: Range of the number of known tokens per prefix, known on the host.
         """
         number_BN, sampling = rank_BN + 1, state.request.sampling
-        return Scores(self.after(state.cache, number_BN, number_BN, counts, sampling, state.trace.calls))
+        return Scores(self.next_vector(state.cache, number_BN, number_BN, counts, sampling, state.trace.calls))
 
-    def after(
+    def next_vector(
         self,
         vectors: DrawnVectors,
         prefix_BN: Tensor,

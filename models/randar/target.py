@@ -141,7 +141,7 @@ class RandARTarget(ImageAR):
         pairs = torch.stack([model.embed(draft.value), model.query(next_BN1[..., 0])], dim=2).flatten(1, 2)
         embeds = torch.cat([pairs, model.query(later_BA)], dim=1).repeat(copies, 1, 1)
         at_BS = torch.cat([torch.cat([own_BN1, next_BN1], dim=2).flatten(1), later_BA], dim=1)
-        tree: Tree = trees.tree_cache(draft.tree, asking(self.ahead))
+        tree: Tree = trees.tree_cache(draft.tree, query_tree(self.ahead))
         if tree.parent.shape[0] > 1:
             tree = _repeat_tree(tree, copies)
         extent = slots.open(tree.size, self.device)
@@ -183,7 +183,7 @@ def prefill_mask(real_RS: Tensor, ahead: int) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def asking(ahead: int) -> Callable[[Tree], Tree]:
+def query_tree(ahead: int) -> Callable[[Tree], Tree]:
     """Return a function from a draft's tree to the pass's: code and query of each node, then the later queries."""
 
     def derive(tree: Tree) -> Tree:

@@ -71,7 +71,7 @@ class CompiledFunctions:
         return several not in self.ready and not self.refused and state.request.max_new_tokens >= WORTH
 
     @contextmanager
-    def warming(self, several: bool, what: str) -> Iterator[None]:
+    def warm_up(self, several: bool, what: str) -> Iterator[None]:
         """Context for a warm-up, after which graphs are ready. An exception inside disables compilation and warns."""
         start, count = time.perf_counter(), self.graphs
         rows = "several rows" if several else "one row"
@@ -148,7 +148,7 @@ class CompiledPasses(CompiledFunctions):
 
     def _warm_up(self, several: bool, state: State, cold: Callable[[Any, Draft], Any]) -> None:
         """Compile both graphs for this number of rows, and compare a pass of each with the model's own."""
-        with self.warming(several, "passes"):
+        with self.warm_up(several, "passes"):
             for nodes in (1, next(n for n in NODES if n != len(state.rows))):
                 draft = dummy(state.pending, nodes)
                 want, got = (cold(model, draft).float() for model in (self.stock, self.view))

@@ -153,7 +153,7 @@ class GraphedForward(GraphBufferPool):
         inputs = [x.clone(memory_format=torch.contiguous_format) for x in inputs]
         rows = len(cache.slots.lengths)
         # its own cache has another length on the host than the request's, which exposes any dependence on that below
-        scratch = cache.over(stores.tensors, rows, 1 if cache.slots.length != 1 else 2)
+        scratch = cache.with_stores(stores.tensors, rows, 1 if cache.slots.length != 1 else 2)
 
         def call() -> Sequence[Tensor | None]:
             node_inputs, (depth, ancestor, length, *last) = inputs[:count], inputs[count:]

@@ -97,7 +97,7 @@ class VAR(NextScale):
         self.level_L: Tensor
         self.register_buffer("level_L", torch.tensor(scales.levels), persistent=False)
 
-    def given(self, classes_R: Tensor) -> Tensor:
+    def embed_condition(self, classes_R: Tensor) -> Tensor:
         """Return embedded classes (R, C)."""
         return self.class_emb(classes_R)
 

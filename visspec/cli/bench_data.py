@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from visspec.api.sources import Record
-from visspec.io.files import loads, naming
+from visspec.io.files import file_errors, loads
 
 
 def read(file: Path, most: int) -> list[Record]:
@@ -12,7 +12,7 @@ def read(file: Path, most: int) -> list[Record]:
     is used. Raises ValueError with the line number if the format is unknown.
     """
     found: list[Record] = []
-    with naming(file):
+    with file_errors(file):
         lines = file.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
         if line.strip() and len(found) < most:

@@ -24,7 +24,7 @@ from visspec.cli.bench import BenchOptions, CaptionArm, Cell, Prompt, StockCapti
 from visspec.distributions import categorical
 from visspec.eval.bench import paired as speed
 from visspec.eval.bench.clock import median_seconds, waiter
-from visspec.eval.bench.oracle import Oracle, erring
+from visspec.eval.bench.oracle import Oracle, with_errors
 from visspec.io.options import Positive, Probability, option
 from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
@@ -176,7 +176,7 @@ class SizeCase:
         def arm(prompt: Prompt) -> speed.ArmRun:
             oracle, run = build() if adaptive else built
             vocabulary = self.model.config.vocab_size
-            oracle.drafts_BT = erring(self.answer(prompt), acceptance, vocabulary, seed=prompt[0])
+            oracle.drafts_BT = with_errors(self.answer(prompt), acceptance, vocabulary, seed=prompt[0])
             return run(prompt)
 
         return arm

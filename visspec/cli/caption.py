@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from visspec.cli.arguments import ModelOptions, RayOptions, SamplingOptions, load
 from visspec.io import included
-from visspec.io.files import Journal, replacing
+from visspec.io.files import Journal, atomic_write
 from visspec.io.options import Count, Positive, number, option
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def run(arguments: Options) -> int:
                         run.bar.write(f"{one.path}: {one.text}" if len(arguments.image) > 1 else one.text, sys.stdout)
             finally:
                 if lines != out:
-                    with replacing(out) as draft:
+                    with atomic_write(out) as draft:
                         sources.write_parquet(iter(journal), draft, COLUMNS)
                 if arguments.report is not None:
                     images = {id: record.image for id, record in shown.items()}

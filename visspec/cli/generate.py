@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from visspec.cli.arguments import DrawingOptions, RayOptions, is_picture
 from visspec.io import included
-from visspec.io.files import Journal, replacing, write_json
+from visspec.io.files import Journal, atomic_write, write_json
 from visspec.io.options import Positive, option
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def beside(image: Image.Image, part: ImageOutput, i: int) -> Image.Image:
 
 def save(image: Image.Image, path: Path) -> None:
     """Write an image as PNG, or as JPEG if the suffix says so."""
-    with replacing(path) as draft:
+    with atomic_write(path) as draft:
         image.save(draft, format="JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG")
 
 
@@ -177,7 +177,7 @@ def with_ray(arguments: Options) -> int:
         for row in run.with_bar(made):
             if (file := row["image"]) is not None:  # named after its id, so that drawing it again replaces it
                 row["image"] = f"{hashlib.blake2b(repr(row['id']).encode(), digest_size=8).hexdigest()}.png"
-                with replacing(arguments.out / row["image"]) as draft:
+                with atomic_write(arguments.out / row["image"]) as draft:
                     draft.write_bytes(file)
             run.add(row)
     return run.end(lines)

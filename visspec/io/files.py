@@ -20,7 +20,7 @@ TRIAL = 4096  # number of bytes written to test for a full disk
 
 
 @contextmanager
-def naming(path: str | Path) -> Iterator[None]:
+def file_errors(path: str | Path) -> Iterator[None]:
     """Context manager that adds this file to system errors without a name, and wraps decoding errors."""
     try:
         yield
@@ -33,7 +33,7 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def atomic_write(path: str | Path) -> Iterator[Path]:
     """Context manager for a temporary path next to `path`, which is moved to `path` if the block does not raise. If the
     process is killed, `path` is unchanged. An error leaves no file. Parent folders are created. Symbolic links are
     followed, and special files (a pipe, /dev/stdout) are written directly.
@@ -47,7 +47,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with naming(path):
+        with file_errors(path):
             yield draft
             with open(draft, "rb") as file:
                 os.fsync(file.fileno())
@@ -61,7 +61,7 @@ def write_json(path: str | Path | None, value: object) -> None:
     """Write a value as JSON; does nothing if `path` is None."""
     if path is None:
         return
-    with replacing(path) as draft:
+    with atomic_write(path) as draft:
         draft.write_text(json.dumps(value, indent=1) + "\n")
 
 
@@ -151,7 +151,7 @@ class Journal:
             self.failed.add(record["id"])
 
     def _take_failed_out(self) -> None:
-        with replacing(self.path) as draft:
+        with atomic_write(self.path) as draft:
             new = open(draft, "a+b")
             lock(new, self.path)
             self._file.seek(0)
@@ -165,7 +165,7 @@ class Journal:
     def add(self, record: dict[str, Any]) -> None:
         """Append a record. It is then safe even if the process is killed."""
         check_there(self.path)
-        with naming(self.path):
+        with file_errors(self.path):
             self._file.write((json.dumps(record) + "\n").encode())
             self._file.flush()
         self._note(record)
@@ -177,7 +177,7 @@ class Journal:
             yield from map(json.loads, file)
 
     def __exit__(self, kind, error, trace) -> None:
-        with naming(self.path):
+        with file_errors(self.path):
             self._file.close()
         if kind is None:
             check_there(self.path)

@@ -141,14 +141,14 @@ class AcceptanceRates:
             for accepted, attempts, prior in zip(self.accepted, self.attempts, priors)
         ]
 
-    def offered(self) -> list[float]:
+    def offer_rates(self) -> list[float]:
         """How often a draft has a node at a depth that its path reaches. Rows of a batch may have shorter drafts."""
         return [(n + PRIOR_WEIGHT) / (reached + PRIOR_WEIGHT) for n, reached in zip(self.attempts, self.reached)]
 
     def expected(self, limit: int) -> Iterator[float]:
         """Expected tokens of a round that drafts 1, 2, ... levels."""
         expected = reach = 1.0
-        for offered, rate, _ in zip(self.offered(), self.rates(), range(limit)):
+        for offered, rate, _ in zip(self.offer_rates(), self.rates(), range(limit)):
             reach *= offered * rate
             expected += reach
             yield expected

@@ -101,7 +101,7 @@ class RejectedRegions(Order):
         first: dict[int, int] = {}
         for u in island:
             first.setdefault(decoder.number[u] // decoder.columns, u)
-        return [u for u in first.values() if all(has_code[t] for t in decoder.over(u, window))]
+        return [u for u in first.values() if all(has_code[t] for t in decoder.row_above(u, window))]
 
 
 def islands(places: Places, where: dict[int, tuple[int, int]]) -> list[Places]:

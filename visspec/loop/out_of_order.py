@@ -100,7 +100,7 @@ class OutOfOrderDecoder:
             end += 1
         return list(range(place, end))
 
-    def over(self, place: int, window: int) -> Places:
+    def row_above(self, place: int, window: int) -> Places:
         """Return up to `window` places of the image row above, starting at this column."""
         n = self.number[place]
         end = min(n % self.columns + window, self.columns) - n % self.columns

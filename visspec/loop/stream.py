@@ -97,9 +97,9 @@ class CaughtProcessor(RowProcessor):
         scores = self.caught.call_user(self.processor, ids_L[None], scores_V[None].clone())
         return scores_V if scores is None else scores[0]
 
-    def forced(self, index: int, ids: list[int]) -> int | None:
+    def forced_token(self, index: int, ids: list[int]) -> int | None:
         inner = self.processor
-        return self.caught.call_user(inner.forced, index, ids) if isinstance(inner, RowProcessor) else None
+        return self.caught.call_user(inner.forced_token, index, ids) if isinstance(inner, RowProcessor) else None
 
 
 class RunningBatch:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from visspec.io.checkpoint import read_json
-from visspec.io.files import replacing, write_json
+from visspec.io.files import atomic_write, write_json
 from visspec.train import losses
 from visspec.train.batches import TrainedDrafter, TrainingBatch
 from visspec.train.capture import capture, split, to
@@ -172,7 +172,7 @@ class Trainer:
         requests of a group, and their total. Raises ValueError after `PATIENCE` consecutive skipped updates.
         """
         start, self.answered = time.time() - self.seconds, answered
-        with self.training():
+        with self.freeze_target():
             while self.step < self.plan.steps:
                 figures = self.update(self.lessons(self.step))
                 self.step += 1
@@ -194,7 +194,7 @@ class Trainer:
         return self.history
 
     @contextmanager
-    def training(self) -> Iterator[None]:
+    def freeze_target(self) -> Iterator[None]:
         """Disable gradients of the target's modules, and reset the drafter's cached values before and after."""
         frozen = [p for module in self.drafter.borrowed for p in module.parameters()]
         required = [p.requires_grad for p in frozen]
@@ -348,7 +348,7 @@ class Trainer:
         """Copy the drafter of the best checkpoint to the run's folder, each file in one move."""
         best = self.folder / RUN / f"step-{self.best.get('step', self.step)}"
         for path in sorted((best / DRAFTER).iterdir()):
-            with replacing(self.folder / path.name) as draft:
+            with atomic_write(self.folder / path.name) as draft:
                 shutil.copyfile(path, draft)
 
     def resume(self) -> bool:

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from visspec.io.files import replacing, same_settings
+from visspec.io.files import atomic_write, same_settings
 from visspec.train.batches import TrainingBatch
 from visspec.train.capture import identity
 
@@ -81,5 +81,5 @@ def _write(path: Path, batch: TrainingBatch) -> None:
     values = {f.name: getattr(batch, f.name) for f in fields(batch) if not f.name.startswith("host_")}
     tensors = {name: value.contiguous() for name, value in values.items() if isinstance(value, Tensor)}
     numbers = {name: values[name] for name in NUMBERS} | {"distributions": batch.law is identity}
-    with replacing(path) as draft:
+    with atomic_write(path) as draft:
         save_file(tensors, draft, metadata={"batch": json.dumps(numbers)})

@@ -28,7 +28,7 @@ from visspec.loop.stream import Answer
 from visspec.models.attention.draft_attention import implementation
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.prefix import PrefixCache
-from visspec.models.decoder.target import HFDecoder, driven, unwrap_adapter
+from visspec.models.decoder.target import HFDecoder, loop_model, unwrap_adapter
 from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, ConfiguredModel, Drafter, DrafterTraits, Processor, State, Tokenizer
 
@@ -254,7 +254,7 @@ class Accelerated:
         return tuple((m.dtype, m.device, implementation(getattr(m, "config", None))) for m in models)
 
     def _build(self) -> DecodingSetup[HFDecoder]:
-        options, model = self._options, driven(self.model)
+        options, model = self._options, loop_model(self.model)
         check_eager(options.batch_invariant, options.compile, options.graphs)
 
         def make_target(traits: DrafterTraits) -> HFDecoder:

@@ -122,7 +122,7 @@ class Grammar(RowProcessor):
         allowed = torch.nn.functional.pad(allowed, (0, len(scores_V) - len(allowed)), value=True)
         return scores_V.masked_fill(~allowed, float("-inf"))
 
-    def forced(self, index: int, ids: list[int]) -> int | None:
+    def forced_token(self, index: int, ids: list[int]) -> int | None:
         matcher = self.matcher(index)
         allowed = matcher.allowed(ids[self.start :])
         tokens = [] if allowed is None else allowed.nonzero()[: SPELLINGS + 1].flatten().tolist()
@@ -149,7 +149,7 @@ class PrefixFunction(RowProcessor):
         mask_V[allowed] = 0
         return scores_V + mask_V
 
-    def forced(self, index: int, ids: list[int]) -> int | None:
+    def forced_token(self, index: int, ids: list[int]) -> int | None:
         tokens = set(self.allowed(index, torch.tensor(ids, device=self.device)))
         return int(tokens.pop()) if len(tokens) == 1 else None
 
