@@ -246,7 +246,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         known_BLd = embeddings_BLd[:, 1:]
         return torch.cat([known_BLd, stored_rows(self.embed, ids[:, known_BLd.shape[1] :]).to(known_BLd)], dim=1)
 
-    def _next_embeddings(self, batch: TrainingBatch) -> Tensor:
+    def _batch_embeddings(self, batch: TrainingBatch) -> Tensor:
         return self._shifted_embeddings(batch.ids[:, 1:], batch.embeddings)
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     _plan: Callable[..., layouts.PromptLayout]  # (ids (B, L), attention (B, L) or None): the elements of prompts
     # (layout, embeddings (B, L, d), features (B, L, F)): latents and context vectors for `layouts.layer_inputs`
     _context: Callable[..., tuple[Tensor, Tensor]]
-    _following: Callable[[TrainingBatch], Tensor]  # embeddings of all tokens but the first, (B, L + M - 1, d)
+    _batch_embeddings: Callable[[TrainingBatch], Tensor]  # embeddings of all tokens but the first, (B, L + M - 1, d)
 
     head: EagleHead
     config: EagleConfig
@@ -312,7 +312,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         of a row's answer predicts the distribution after answer token t.
         """
         ids, features = batch.ids, batch.features
-        layout, following = self._training_layout(batch), self._next_embeddings(batch)
+        layout, following = self._training_layout(batch), self._batch_embeddings(batch)
         embeddings = batch.embeddings if batch.embeddings is not None else features[..., : self.config.hidden]
         arguments = layout, following, features, embeddings, self._training_positions(batch)
         x, turn, context = self.elements(*arguments, reach=batch.reach)

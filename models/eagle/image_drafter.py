@@ -244,7 +244,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         place = (layout.token - batch.prompt_length + 2).clamp(0, self.config.places - 1)  # grammar ids may come after
         return dataclasses.replace(layout, image=place)
 
-    def _next_embeddings(self, batch: TrainingBatch) -> Tensor:
+    def _batch_embeddings(self, batch: TrainingBatch) -> Tensor:
         assert batch.embeddings is not None
         answer = self.embed(batch.ids[:, batch.prompt_length :])
         return torch.cat([batch.embeddings[:, 1:].detach().to(answer.dtype), answer], dim=1)
