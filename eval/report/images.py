@@ -53,12 +53,8 @@ def difference(image: Image.Image, baseline: Image.Image) -> tuple[str, float] |
         return None
     apart = np.abs(np.asarray(image, np.int16) - np.asarray(baseline, np.int16)).max(axis=-1)
     lifted = np.where(apart > 0, 40 + apart * (215 / 255), 0).astype(np.uint8)
-    largest = blocks(lifted, SIDE).max(axis=(1, 3))  # a mean would hide a single pixel
+    block = -(-max(lifted.shape) // SIDE)
+    padded = np.pad(lifted, [(0, -n % block) for n in lifted.shape])
+    blocks = padded.reshape(padded.shape[0] // block, block, padded.shape[1] // block, block)
+    largest = blocks.max(axis=(1, 3))  # a mean would hide a single pixel
     return data_uri(Image.fromarray(largest)), float((apart > 0).mean())
-
-
-def blocks(cells: np.ndarray, most: int) -> np.ndarray:
-    """Return (rows, height, columns, width): square blocks of a zero-padded grid, at most `most` per side."""
-    block = -(-max(cells.shape) // most)
-    padded = np.pad(cells, [(0, -n % block) for n in cells.shape])
-    return padded.reshape(padded.shape[0] // block, block, padded.shape[1] // block, block)

@@ -119,7 +119,8 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
     prompt, new, levels = arguments.prompt, arguments.max_new_tokens, arguments.levels
     if new < 2:
         raise ValueError(f"max_new_tokens: got {new}, expected at least 2.")
-    rows, where, failures = [], {}, []
+    rows: list[dict[str, Any]] = []
+    where, failures = {}, []
     for name in arguments.sizes:
         size = SIZES[name]
         model = size.model(resolve_device(arguments.device), getattr(torch, arguments.dtype), prompt + new + levels + 1)

@@ -89,7 +89,7 @@ class Service:
         check_model(body.model, self.text.name)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | Exception]()
         cancelled, left = threading.Event(), body.n
-        tell = partial(loop.call_soon_threadsafe, queue.put_nowait)
+        tell: Any = partial(loop.call_soon_threadsafe, queue.put_nowait)
         frame: Any = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.text.name}
         chunk: Any = partial(ChatCompletionChunk, object="chat.completion.chunk", **frame)
         watch = asyncio.create_task(disconnected(request, queue))
