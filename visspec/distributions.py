@@ -14,14 +14,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-
-if TYPE_CHECKING:
-    from visspec.types import Capabilities
 
 SUM_TOLERANCE = 1e-3  # a float32 softmax over 256k entries sums to one within 1e-4
 BLOCK = 128  # ids of a block of `argmax` and `topk`
@@ -39,8 +36,8 @@ class Distribution:
         raise NotImplementedError
 
     @classmethod
-    def limits(cls, capabilities: Capabilities, device: torch.device | str) -> Tensor:
-        """Return data about a target for `drafted` and `sanitize`, computed once."""
+    def limits(cls, capabilities: Any, device: torch.device | str) -> Tensor:
+        """Return data about a target (`types.Capabilities`) for `drafted` and `sanitize`, computed once."""
         raise NotImplementedError
 
     @classmethod
@@ -104,7 +101,7 @@ class Categorical(Distribution):
         return cls(p=torch.stack([torch.zeros_like(levels[0]), *levels], dim=1))
 
     @classmethod
-    def limits(cls, capabilities: Capabilities, device: torch.device | str) -> Tensor:
+    def limits(cls, capabilities: Any, device: torch.device | str) -> Tensor:
         allowed_V = torch.ones(capabilities.vocab, dtype=torch.bool, device=device)
         allowed_V[[i for i in capabilities.never_drafted if 0 <= i < len(allowed_V)]] = False
         return allowed_V
@@ -324,7 +321,7 @@ class Denoising(Distribution):
             yield x_Md, mean, log_sigma
 
     @classmethod
-    def limits(cls, capabilities: Capabilities, device: torch.device | str) -> Tensor:
+    def limits(cls, capabilities: Any, device: torch.device | str) -> Tensor:
         """Return an uninitialised tensor (S, d), whose shape is used to check drafts."""
         return torch.empty(*capabilities.chains, device=device)
 
@@ -399,7 +396,7 @@ class Maps(Distribution):
         return cls(*stacks)
 
     @classmethod
-    def limits(cls, capabilities: Capabilities, device: torch.device | str) -> Tensor:
+    def limits(cls, capabilities: Any, device: torch.device | str) -> Tensor:
         """Return an uninitialised tensor (S, V), whose shape is used to check drafts."""
         return torch.empty(max(capabilities.scales), capabilities.vocab, device=device)
 

@@ -1,13 +1,14 @@
-"""Pictures of the report: thumbnails and difference maps as data URIs."""
+"""Pictures of the report: thumbnails, difference maps and maps of token origins."""
 
 import base64
 import binascii
 import io
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageColor
 
 from visspec.io.images import png_bytes, read_image
+from visspec.loop.stats import COLOURS
 
 SIDE = 128  # longest side of a thumbnail, pixels
 SMALL = 96  # longest side in a result file
@@ -58,3 +59,12 @@ def difference(image: Image.Image, baseline: Image.Image) -> tuple[str, float] |
     blocks = padded.reshape(padded.shape[0] // block, block, padded.shape[1] // block, block)
     largest = blocks.max(axis=(1, 3))  # a mean would hide a single pixel
     return data_uri(Image.fromarray(largest)), float((apart > 0).mean())
+
+
+def origin_image(origins: np.ndarray, side: int | None = None) -> Image.Image:
+    """Draw a map of token origins (rows, columns; indices into `stats.COLOURS`) as an image of `side` pixels, or with a
+    pixel per token.
+    """
+    palette = np.array([ImageColor.getrgb(colour) for colour in COLOURS.values()], np.uint8)
+    image = Image.fromarray(palette[origins])
+    return image if side is None else image.resize((side, side), Image.Resampling.NEAREST)
