@@ -1,13 +1,14 @@
-"""Pictures of the report: thumbnails and difference maps as data URIs."""
+"""Pictures of the report: thumbnails, difference maps and maps of token origins."""
 
 import base64
 import binascii
 import io
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageColor
 
 from visspec.io.images import png_bytes, read_image
+from visspec.loop.stats import COLOURS
 
 SIDE = 128  # longest side of a thumbnail, pixels
 SMALL = 96  # longest side in a result file
@@ -53,12 +54,17 @@ def difference(image: Image.Image, baseline: Image.Image) -> tuple[str, float] |
         return None
     apart = np.abs(np.asarray(image, np.int16) - np.asarray(baseline, np.int16)).max(axis=-1)
     lifted = np.where(apart > 0, 40 + apart * (215 / 255), 0).astype(np.uint8)
-    largest = blocks(lifted, SIDE).max(axis=(1, 3))  # a mean would hide a single pixel
+    block = -(-max(lifted.shape) // SIDE)
+    padded = np.pad(lifted, [(0, -n % block) for n in lifted.shape])
+    blocks = padded.reshape(padded.shape[0] // block, block, padded.shape[1] // block, block)
+    largest = blocks.max(axis=(1, 3))  # a mean would hide a single pixel
     return data_uri(Image.fromarray(largest)), float((apart > 0).mean())
 
 
-def blocks(cells: np.ndarray, most: int) -> np.ndarray:
-    """Return (rows, height, columns, width): square blocks of a zero-padded grid, at most `most` per side."""
-    block = -(-max(cells.shape) // most)
-    padded = np.pad(cells, [(0, -n % block) for n in cells.shape])
-    return padded.reshape(padded.shape[0] // block, block, padded.shape[1] // block, block)
+def origin_image(origins: np.ndarray, side: int | None = None) -> Image.Image:
+    """Draw a map of token origins (rows, columns; indices into `stats.COLOURS`) as an image of `side` pixels, or with a
+    pixel per token.
+    """
+    palette = np.array([ImageColor.getrgb(colour) for colour in COLOURS.values()], np.uint8)
+    image = Image.fromarray(palette[origins])
+    return image if side is None else image.resize((side, side), Image.Resampling.NEAREST)

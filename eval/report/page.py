@@ -13,7 +13,6 @@ import numpy as np
 from markupsafe import Markup
 from PIL import Image
 
-from visspec.api.grid import origin_image
 from visspec.eval.bench.paired import in_words, suspicion
 from visspec.eval.report import figures
 from visspec.eval.report import images as pictures
@@ -195,7 +194,7 @@ def cell(method: Method, image: RecordImage, opened: Image.Image | None, base: I
     apart = pictures.difference(opened, base) if opened is not None and base is not None else None
     entry = {"method": method, "right": verdict.get("correct"), "reason": str(verdict.get("reason") or "")}
     entry |= {"uri": None if opened is None else pictures.thumbnail(opened), "difference": apart}
-    origins = None if image.origins is None else origin_image(np.asarray(image.origins, np.uint8))
+    origins = None if image.origins is None else pictures.origin_image(np.asarray(image.origins, np.uint8))
     return entry | {"origins": None if origins is None else pictures.data_uri(origins, lossless=True)}
 
 

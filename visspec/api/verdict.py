@@ -6,7 +6,7 @@ score is the mean over its peers, and the lowest are chosen.
 """
 
 import re
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from PIL import Image
@@ -68,7 +68,7 @@ def answer_of(text: str) -> str:
 @torch.inference_mode()
 def likelihood(member: Member, image: Image.Image, question: str, answer: str) -> float:
     """Return the mean log-probability of an answer's tokens after the question."""
-    model, processor = member.fast.model, member.processor
+    model, processor = cast(Any, member.fast.model), member.processor
     spoken = answer if chat_prompt(processor, question)[-1:].isspace() else f" {answer}"
     ids = processor.tokenizer(spoken, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
     inputs, count = prepare(processor, [image], question, model), ids.shape[1]

@@ -21,10 +21,11 @@ from visspec.eval.bench.clock import seconds_of, waiter
 from visspec.eval.bench.paired import ArmRun, turns
 from visspec.io import included
 from visspec.io.files import write_json
-from visspec.io.images import MAX_PIXELS, open_image, read_image
 from visspec.io.options import Positive, option
 from visspec.io.provenance import provenance
+from visspec.io.videos import open_media
 from visspec.loop.setup import DecodingSetup
+from visspec.types import Processor
 
 PARTS = 3  # number of parts of a stream's inputs; the ratio is their median
 PART_GROUPS = 3  # groups per part, so that rows enter while others run
@@ -143,8 +144,7 @@ def readable(records: RecordStream) -> Iterator[Record]:
         try:
             if record.error is not None:
                 raise ValueError(record.error)
-            read = read_image(record.image, record.id, MAX_PIXELS) if isinstance(record.image, bytes) else None
-            yield replace(record, image=read or open_image(record.image, MAX_PIXELS))
+            yield replace(record, image=open_media(record.image, record.id))
         except (ValueError, OSError) as error:
             print(f"visspec: {error}", file=sys.stderr)
 
@@ -177,7 +177,9 @@ def groups_of(items: Sequence[Any], size: int) -> list[Any]:
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
-def in_groups(processor: Any, records: Sequence[Record], size: int, model: Any, first: int = 0) -> list[Prompt]:
+def in_groups(
+    processor: Processor, records: Sequence[Record], size: int, model: PreTrainedModel, first: int = 0
+) -> list[Prompt]:
     """Return a model's inputs, with numbers from `first`, for groups of `size` records, whose images are open."""
     groups = []
     for number, group in enumerate(groups_of(records, size), first):

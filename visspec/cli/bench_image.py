@@ -233,15 +233,14 @@ def bench(
 def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[str, Any]:
     found, plain, outputs = runs[name], runs["plain"], arm.outputs[-len(runs[name]) :]
     stats, traces = arm.outputs[-1].stats[0], [trace for out in outputs for trace in out.traces]
-    each, before = ([len(run.rounds) + 1 for run in some] for some in (found, plain))  # passes
+    passes = sum(len(run.rounds) + 1 for run in found)
     tokens, memory = max(sum(run.count for run in found), 1), [trace.memory for trace in traces if trace.memory]
     row: dict[str, Any] = {"name": name, **arm.method, "order": arm.method["order"] or "raster"}
     row |= {"guarantee": stats.guarantee, "promises_tokens": arm.promise}
     row |= {"n_prompts": len(found), **speed.figures(runs.get("stock", plain), plain, found)}
     row |= {"identical": speed.compare(plain, found)["identical"], "identical_to": "plain (same seeds)"}
     row["nfe_reduction"] = row["nfe_plain"] / row["nfe"]
-    row["nfe_reduction_ci95"] = list(speed.bootstrap([slow / fast for slow, fast in zip(before, each)]))
-    row |= {"trunk_passes": sum(each) / tokens, "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(sum(each), 1)}
+    row |= {"trunk_passes": passes / tokens, "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(passes, 1)}
     row |= {f"{part}_calls": sum(trace.calls[part] for trace in traces) / tokens for part in HEAD_CALLS}
     row |= {f"{part}_bytes": max(one.get(part, 0) for one in memory) for part in ("cache", "pass") if memory}
     return row

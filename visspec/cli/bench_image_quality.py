@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from visspec import registry
 from visspec.api.images.pipeline import ImagePipeline
+from visspec.cli.eval import LEAST, check_images
 from visspec.cli.generate import save
 from visspec.eval.metrics import clipscore, features, fid, geneval, intervals, kid, named
 from visspec.eval.metrics.features import FeatureExtractor, FeatureTable, RandomConv
@@ -28,7 +29,7 @@ from visspec.eval.report.images import small_png
 from visspec.io import included
 from visspec.io.checkpoint import read_json
 from visspec.io.files import loads, same_settings, write_json
-from visspec.io.images import image_files, open_image
+from visspec.io.images import open_image
 
 Drawn = tuple[Path, RecordImage]  # the file of a picture, and its entry in the record
 Arms = Mapping[str, tuple[ImagePipeline, str]]  # by name: a pipeline and its "drafter/rule"
@@ -71,12 +72,9 @@ def by_photos(texts: Sequence[str], photos: Path, extractor: str, clip: str, dev
     """Evaluate a user's prompts with CLIPScore and FID to photographs. Raises ValueError, before drawing, for a folder
     without photographs, or an extractor or CLIP model that can't be loaded.
     """
-    try:
-        count = len(image_files(photos))
-    except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"--reference: got {photos}, expected a folder of photographs ({error}).") from None
-    if count < 4 or len(texts) < 2:
-        raise ValueError(f"--reference: got {count} photographs and {len(texts)} prompts, expected at least 4 and 2.")
+    count = check_images("--reference", photos, LEAST["fid"])
+    if len(texts) < 2:
+        raise ValueError(f"--prompts: got {len(texts)}, expected at least 2.")
     if count != len(texts):
         what = "a distance depends on both counts, so only compare rows of one table"
         print(f"visspec: {len(texts)} images per method against {count} photographs; {what}", file=sys.stderr)
@@ -93,7 +91,6 @@ def by_photos(texts: Sequence[str], photos: Path, extractor: str, clip: str, dev
         row = clipscore.of_pairs(pairs, scorer, root.with_name(f"{root.name}.clipscore.jsonl"), [])
         return {"clipscore": row["value"], "clipscore_se": row["standard_error"], "clip": scorer.name}, {}
 
-    @cache
     def reference(side: int) -> FeatureTable:
         return features.read_features(photos, features_of)
 
@@ -117,7 +114,6 @@ def judge(
             table = features.read_features(root, extractor)
             distance = fid.compare(table, reference, extractor)
             line |= fields | {"quality_n": len(judges.prompts), "fd": distance["value"], "fd_name": distance["name"]}
-            line["fd_noise_floor"] = distance["noise_floor_here"]
             line["fd_ratio"] = line["fd"] / record["rows"][0]["fd"]  # the first row is plain decoding
             plain = table.features if plain is None else plain
             if plain.shape == table.features.shape and len(plain) > 1:

@@ -6,9 +6,10 @@ by distributions, not only by these tokens: `law_error` compares a draft's nodes
 Arms take turns, after prompts of random ids. Shapes: B rows, L levels of a draft, V vocabulary.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from rich.table import Table
@@ -34,57 +35,46 @@ STOCK, STATIC, PLAIN = "transformers_generate", "transformers_static", "plain"
 ORACLE, POLICY = "oracle", "policy"
 
 
-class Size(NamedTuple):
-    """Layers, hidden size, MLP size, query and key heads, vocabulary.
-
-    Args:
-        qwen: Whether there are biases, as in Qwen2.
-    """
-
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    keys: int
-    vocabulary: int
-    qwen: bool = False
-
-    def config(self, room: int) -> LlamaConfig | Qwen2Config:
-        """Return the configuration for `room` positions."""
-        return (Qwen2Config if self.qwen else LlamaConfig)(
-            num_hidden_layers=self.layers,
-            hidden_size=self.hidden,
-            intermediate_size=self.inner,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.keys,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=room,
-            initializer_range=1.3 * self.hidden**-0.5,
-            tie_word_embeddings=False,
-            eos_token_id=None,
-            bos_token_id=None,
-            pad_token_id=0,
-        )
-
-    def model(self, device: str, dtype: torch.dtype, room: int) -> PreTrainedModel:
-        """Return a decoder with weights drawn on the device."""
-        with torch.random.fork_rng(), torch.device(device):
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(self.config(room), dtype=dtype, attn_implementation="sdpa").eval()
-            with torch.no_grad():
-                table = torch.nn.init.normal_(model.model.embed_tokens.weight, std=4.0)
-                model.lm_head.weight.copy_(table.roll(1, 0) / self.hidden**0.5)
-        model.generation_config = GenerationConfig(pad_token_id=0)
-        return model
+def config_of(
+    kind: type[LlamaConfig | Qwen2Config], layers: int, hidden: int, inner: int, heads: int, keys: int, vocabulary: int
+) -> LlamaConfig | Qwen2Config:
+    """Return a configuration: layers, hidden size, MLP size, query and key heads, vocabulary. Qwen2 has biases."""
+    return kind(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        vocab_size=vocabulary,
+        initializer_range=1.3 * hidden**-0.5,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
 
 
 SIZES = {
-    "llava-1.6-7b": Size(32, 4096, 11008, 32, 32, 32064),  # with Vicuna
-    "qwen2.5-vl-7b": Size(28, 3584, 18944, 28, 4, 152064, qwen=True),
-    "janus-pro-7b": Size(30, 4096, 11008, 32, 32, 16384),  # with its head for codes
-    "llamagen-xl": Size(36, 1280, 3584, 20, 20, 16384),
-    "tiny": Size(2, 64, 96, 4, 1, 128, qwen=True),  # for a quick test
+    "llava-1.6-7b": config_of(LlamaConfig, 32, 4096, 11008, 32, 32, 32064),  # with Vicuna
+    "qwen2.5-vl-7b": config_of(Qwen2Config, 28, 3584, 18944, 28, 4, 152064),
+    "janus-pro-7b": config_of(LlamaConfig, 30, 4096, 11008, 32, 32, 16384),  # with its head for codes
+    "llamagen-xl": config_of(LlamaConfig, 36, 1280, 3584, 20, 20, 16384),
+    "tiny": config_of(Qwen2Config, 2, 64, 96, 4, 1, 128),  # for a quick test
 }
+
+
+def random_decoder(name: str, device: str, dtype: torch.dtype, room: int) -> PreTrainedModel:
+    """Return a decoder of one of SIZES for `room` positions, with weights drawn on the device."""
+    config = copy.deepcopy(SIZES[name])
+    config.max_position_embeddings = room
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        with torch.no_grad():
+            table = torch.nn.init.normal_(model.model.embed_tokens.weight, std=4.0)
+            model.lm_head.weight.copy_(table.roll(1, 0) / config.hidden_size**0.5)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model
 
 
 @dataclass(kw_only=True)
@@ -119,15 +109,16 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
     prompt, new, levels = arguments.prompt, arguments.max_new_tokens, arguments.levels
     if new < 2:
         raise ValueError(f"max_new_tokens: got {new}, expected at least 2.")
-    rows, where, failures = [], {}, []
+    rows: list[dict[str, Any]] = []
+    where, failures = {}, []
     for name in arguments.sizes:
-        size = SIZES[name]
-        model = size.model(resolve_device(arguments.device), getattr(torch, arguments.dtype), prompt + new + levels + 1)
+        dtype, room = getattr(torch, arguments.dtype), prompt + new + levels + 1
+        model = random_decoder(name, resolve_device(arguments.device), dtype, room)
         where = provenance(model, repeats=arguments.repeats)
         for batch in tqdm(arguments.batch, desc=f"bench sizes {name}", leave=False):
             try:
                 results = SizeCase(model, batch, prompt, new, levels).rows(arguments.acceptance, arguments.repeats)
-                rows += [{"size": name, "layers": size.layers} | row for row in results]
+                rows += [{"size": name, "layers": SIZES[name].num_hidden_layers} | row for row in results]
             except RuntimeError as error:  # mostly out of memory; results so far are kept
                 failures.append(f"{name}, batch {batch}: {error}")
             if where.get("cuda"):

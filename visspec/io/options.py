@@ -66,9 +66,6 @@ def add_options(parser: argparse.ArgumentParser, record: type) -> None:
         if get_origin(kind) is list:
             (kind,) = get_args(kind)
             more |= {"action": "append"} if repeat else {"nargs": more.get("nargs", "+")}
-        if get_origin(kind) is tuple:
-            kind, *others = get_args(kind)
-            more["nargs"] = "+" if others == [...] else 1 + len(others)
         if kind is bool:
             more["action"] = "store_true"
         elif get_origin(kind) is Literal:

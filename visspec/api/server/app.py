@@ -29,7 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from visspec.api.images.pipeline import ImagePipeline
 from visspec.api.server.completions import ChatBody, DrawingBody, RequestError, as_request_error
-from visspec.api.server.worker import TextWorker
+from visspec.api.server.worker import Tell, TextWorker
 from visspec.io.images import png_bytes
 
 
@@ -89,7 +89,7 @@ class Service:
         check_model(body.model, self.text.name)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | Exception]()
         cancelled, left = threading.Event(), body.n
-        tell = partial(loop.call_soon_threadsafe, queue.put_nowait)
+        tell: Tell = lambda part: loop.call_soon_threadsafe(queue.put_nowait, part)  # noqa: E731
         frame: Any = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.text.name}
         chunk: Any = partial(ChatCompletionChunk, object="chat.completion.chunk", **frame)
         watch = asyncio.create_task(disconnected(request, queue))

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from visspec.api.captions import PROMPT
+from visspec.api.sources import media_of
 from visspec.io.files import Json
-from visspec.io.images import data_url_bytes
 
 IMAGES, VIDEOS = ("image", "images", "image_files"), ("video", "videos")
 TURNS = ("prompt", "turns", "conversations", "messages")  # a record has at most one of these
@@ -185,17 +185,7 @@ def _parts(role: str, content: Json) -> Iterator[tuple[str, Any]]:
 
 
 def _media(value: object, folder: Path, kind: str) -> Media:
-    if isinstance(value, Mapping):  # data sets store images as bytes, or else a path
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, ArchiveMember) or (isinstance(value, bytes) and value and kind == "image"):
-        return value
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{kind}: got {type(value).__name__}, expected a path or the bytes of a file")
-    if value.startswith("data:") and kind == "image":
-        return data_url_bytes(value, "image")
-    if "://" in value and not value.startswith("file://"):
-        raise ValueError(f"{kind}: got {_short(value)}, expected a file. Nothing is downloaded")
-    return folder / value.removeprefix("file://")
+    return value if isinstance(value, ArchiveMember) else media_of(value, folder, kind)
 
 
 def _check_order(messages: list[Message]) -> None:
