@@ -47,7 +47,7 @@ def jit(varying: str = "", unaligned: str = "") -> Callable[[Callable], Any]:
     Args:
         varying: Integers that change from call to call, on which Triton must not specialize: it would recompile, for
             about a second, for values of 1 or divisible by 16.
-        unaligned: Pointers, on which it must not specialize either.
+        unaligned: Pointers whose alignment Triton must not specialize on.
     """
     options = {"do_not_specialize": varying.split(), "do_not_specialize_on_alignment": unaligned.split()}
     return lambda fn: fn if triton is None else triton.jit(fn, **options)

@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 from visspec.io.checkpoint import CONFIG, check_folder, read_json, read_shapes, shorten
 from visspec.models.block import drafter as dflash
 from visspec.models.block import layout as dflash_layouts
-from visspec.models.block.diffusion import DiffusionModel, denoises
 from visspec.models.decoder.shared_cache import SharedCache, shares_cache
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.drafting.published_config import list_of, object_of, strip_prefix
@@ -124,8 +123,6 @@ def assistant(spec: PreTrainedModel, model: PreTrainedModel, **options: Any) -> 
         return dflash.BlockModel(spec, model, **options)
     if shares_cache(spec):
         return SharedCache(spec, model, **options)
-    if denoises(spec):
-        return DiffusionModel(spec, model, **options)
     return SmallModel(spec, model, **options)
 
 

@@ -10,7 +10,6 @@ from visspec.distributions import Categorical
 from visspec.io import included
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import build_setup
-from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.layer_skip import LayerSkip
 from visspec.models.distilled.drafter import DistilledDrafter
@@ -39,7 +38,6 @@ DRAFTERS = {  # of the tiny image model, from options
     "lowres": lambda **options: LowRes(Janus(tiny_images.sibling(), None), upsample="latent"),
     "eagle": lambda **options: EagleDrafter.for_model(model_of("llava"), image_latents=1),
     "block-head": lambda **options: BlockDrafter.for_model(model_of("llava"), layers=1, block=4, markov=3),
-    "diffusion-lm": lambda **options: DiffusionDrafter.for_model(model_of("llava"), layers=1, block=4),
     "image-eagle": lambda **options: ImageFeatureDrafter(
         ImageFeatureDrafter.for_model(made("janus").family, levels=4).head, made("janus").family, **options
     ),
@@ -47,7 +45,7 @@ DRAFTERS = {  # of the tiny image model, from options
         DistilledDrafter.for_model(made("janus").family, layers=1).head, made("janus").family, **options
     ),
 }
-TOKENS_ALONE = {"context", "distilled", "diffusion-lm"}  # trained, and read nothing of the target's passes
+TOKENS_ALONE = {"context", "distilled"}  # trained, and read nothing of the target's passes
 ANY_ORDER = {name for name, entry in registry.table("order").items() if entry.needs == "any order"}
 CODE_RULES = [name for name, entry in registry.table("rule").items() if entry.load().traits.distribution is Categorical]
 RULES = {  # options that a codebook of 24 codes, and short chains, have room for

@@ -100,7 +100,7 @@ def test_what_is_missing_is_named_before_anything_is_drawn(home, folder, capsys)
         ([*call, "--reference", "photos"], "--reference: got photos without --prompts. Pass both."),
         ([*mine, "--quality", "4"], "--quality: got 4, expected 0: --prompts are evaluated against photographs"),
         ([*mine, "--reference", "few", *TINY], "--reference: got"),
-        ([*mine, "--reference", "gone", *TINY], "--reference: got gone, expected a folder of photographs"),
+        ([*mine, "--reference", "gone", *TINY], "--reference: got gone, expected a folder of images"),
         ([*mine, "--reference", "photos"], "extractor: got 'inception', expected one that can be loaded"),
         ([*mine, "--reference", "photos", *TINY, "--clip", "gone"], "--clip: got 'gone', expected one"),
         ([*mine, "--method", "lantern"], "--method lantern: drafter: 'image-eagle:tree=dynamic' must be trained first"),

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from visspec.cli import bench_sizes
 from visspec.cli.main import main
@@ -17,14 +18,14 @@ COMMON = {
 ROW = {
     "size", "layers", "arm", "batch_size", "tau", "expected_tau", "given_acceptance", "speedup", "speedup_ci95",
     "speedup_decode_only", "decode_over_transformers_static", "decode_over_plain", "identical", "compared", "law_error",
-    "attention", "failures", "ms_per_token", "pass_ms", "host_share", "bytes_bound",
+    "attention", "failures", "ms_per_token",
 }  # fmt: skip
-DRAFTED = {"ideal_speedup", "verify_over_plain", "draft_over_plain", "host_over_plain", "over_pass"}
+DRAFTED = {"ideal_speedup", "verify_over_plain", "draft_over_plain", "host_over_plain"}
 ARMS = ["transformers_generate", "transformers_static", "plain", "oracle 0.6", "oracle 1", "policy 0.6", "policy 1"]
 
 
 def tiny(batch=2):
-    return bench_sizes.SizeCase(bench_sizes.SIZES["tiny"].model("cpu", torch.float32, 120), batch, 12, 40, 5)
+    return bench_sizes.SizeCase(bench_sizes.random_decoder("tiny", "cpu", torch.float32, 120), batch, 12, 40, 5)
 
 
 def test_it_writes_what_it_measured(tmp_path, capsys):
@@ -40,10 +41,10 @@ def test_it_writes_what_it_measured(tmp_path, capsys):
     for row in rows:
         assert row.keys() >= ROW and not row["failures"] and row["law_error"] < 1e-4 and row["layers"] == 2
         assert row["identical"] == row["compared"] == row["batch_size"] and row["speedup"] > 0
-        assert all(row[name] is None for name in ("ms_per_token", "pass_ms", "host_share"))
+        assert row["ms_per_token"] is None
         assert row["attention"] == "a mask over stored keys (no CUDA device)"
         drafted, paced = row["arm"].startswith(("oracle", "policy")), row["arm"].startswith("policy")
-        assert row["bytes_bound"] > 0 and (0 < row.get("length_share", 0) < 1.2) == paced
+        assert (0 < row.get("length_share", 0) < 1.2) == paced
         assert (row["tau"] is not None) == drafted == (row.keys() >= DRAFTED)
         if drafted:
             cost = row["verify_over_plain"] + row["draft_over_plain"] + row["host_over_plain"]
@@ -58,26 +59,20 @@ def test_it_writes_what_it_measured(tmp_path, capsys):
     assert "random weights" in out and "ms a token" not in out  # ratios on a CPU
 
 
-def test_a_gpu_gets_times(monkeypatch):
+def test_a_gpu_gets_times():
     case = tiny(batch=1)
-    monkeypatch.setattr(bench_sizes, "read_bandwidth", lambda device: 1e9)
     case.cuda = True
     rows = [{"size": "tiny", "layers": 2} | row for row in case.rows([0.8], 1)]
-    weights = 4 * sum(p.numel() for p in case.model.parameters())
-    for row in rows:
-        assert row["bytes_bound"] == pytest.approx(weights / row["pass_ms"] / 1e6)
-        assert 0 < row["host_share"] <= 1 and row["ms_per_token"] > 0
-    assert rows[3]["over_pass"] == pytest.approx(rows[3]["pass_ms"] / rows[3]["ms_per_token"])
+    assert all(row["ms_per_token"] > 0 for row in rows)
     view = bench_sizes.view({"rows": rows, "prompt": 12, "max_new_tokens": 40})
-    assert [column.header for column in view.columns][-3:] == ["ms a token", "pass, ms", "host"]
+    assert view.columns[-1].header == "ms a token"
 
 
 def test_sizes_are_those_of_the_models():
     found = {}
-    for name, size in [*bench_sizes.SIZES.items()][:-1]:
+    for name, config in [*bench_sizes.SIZES.items()][:-1]:
         with torch.device("meta"):
-            config = size.config(256)
-            model = size.build()(config)
+            model = AutoModelForCausalLM.from_config(config)
         found[name] = sum(p.numel() for p in model.parameters()) / 1e9
     published = {"llava-1.6-7b": 6.74, "qwen2.5-vl-7b": 7.62, "janus-pro-7b": 6.21, "llamagen-xl": 0.77}
     assert found == pytest.approx(published, abs=0.02)
@@ -93,14 +88,14 @@ def test_laws_are_compared_as_tokens_may_not_show_an_error(monkeypatch):
 
 
 def test_what_does_not_fit_is_named_and_the_rest_stays(monkeypatch):
-    ours = bench_sizes.SizeCase.ours
+    ours = bench_sizes.CaptionArm.__call__
 
-    def full(self, ids, new, **more):
-        if self.batch == 3:
+    def full(self, prompt):
+        if len(prompt[1]["input_ids"]) == 3:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return ours(self, ids, new, **more)
+        return ours(self, prompt)
 
-    monkeypatch.setattr(bench_sizes.SizeCase, "ours", full)
+    monkeypatch.setattr(bench_sizes.CaptionArm, "__call__", full)
     sizes = {"sizes": ["tiny"], "batch": [3, 1], "max_new_tokens": 6, "prompt": 8, "dtype": "float32"}
     record = bench_sizes.bench_sizes(bench_sizes.Options(**sizes, acceptance=[0.5], repeats=1))
     assert [row["batch_size"] for row in record["rows"]] == [1] * 5

@@ -157,7 +157,7 @@ def test_confidence_loss():
     torch.manual_seed(0)
     plain, _ = Step(drafter, TrainingOptions(unroll=1, opening=1.0))(lesson, "soft_ce")
     torch.manual_seed(0)
-    ((hidden, weight, _),) = drafter.rollout(lesson, 1)
+    ((hidden, weight),) = drafter.rollout(lesson, 1)
     logits = drafter.trained_logits(hidden, lesson.ids[:, lesson.prompt_length : -1])
     p, q = lesson.logits.softmax(-1), logits.softmax(-1)
     rate = torch.minimum(p, q).sum(-1).detach()

@@ -15,7 +15,6 @@ from tests import tiny_images
 from tests.doubles import one_sentence
 from tests.tiny import model_of
 from visspec import registry
-from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.distilled.drafter import DistilledDrafter
 from visspec.models.drafting.checkpoint import write
@@ -51,7 +50,6 @@ KINDS = {  # how they are made and loaded
     "block": (lambda: BlockDrafter.for_model(model_of("llava"), **BLOCK), BlockDrafter, "llava"),
     "dspark": (lambda: BlockDrafter.for_model(model_of("llava"), **BLOCK, markov=5, confidence=True), BlockDrafter,
                "llava"),
-    "diffusion": (lambda: DiffusionDrafter.for_model(model_of("llava"), **BLOCK), DiffusionDrafter, "llava"),
 }  # fmt: skip
 
 
@@ -86,7 +84,7 @@ def outcome(folder, load, config):
 
 
 OPTIONS = {  # of some kinds at loading, and what they become
-    "distilled": ("levels=3,refine=2", {"refine": 2}), "diffusion": ("steps=2", {"steps": 2}),
+    "distilled": ("levels=3,refine=2", {"refine": 2}),
     "dspark": ("confidence=0.25", {"confidence": 0.25}),
 }  # fmt: skip
 
@@ -136,10 +134,6 @@ CHANGES = {
         ({"selector": 3, "markov": 5}, "selector: got 3 beside DSpark's"),
     ],
     "dspark": [({"confidence": False}, "confidence.linear"), ({"markov": 4}, "confidence.linear.weight|markov")],
-    "diffusion": [
-        ({"layers": 3}, "layers.2"), ({"mask": 96}, "mask: got"), ({"block": 0}, "block: got 0"),
-        ({"kind": "block_drafter"}, "of another kind"),
-    ],
     "upsampler": [({"layers": 100_000}, "layers: got 100000"), ({"layers": 3}, "lacks tensor 'small.2.bias'")],
 }  # fmt: skip
 

@@ -10,7 +10,6 @@ from tests import (
     test_any_order,
     test_assistants,
     test_block_heads,
-    test_diffusion,
     test_eagle,
     test_eagle_heads,
     test_mar_target,
@@ -29,7 +28,6 @@ from visspec.loop.decode import advance, retire, select, start
 from visspec.loop.draft_length import FixedLength
 from visspec.loop.setup import build_setup
 from visspec.loop.stream import join
-from visspec.models.block.diffusion import DiffusionModel
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.mar.drafter import SmallMAR
@@ -42,10 +40,6 @@ from visspec.tree import roots
 from visspec.types import Request, RuleTraits, Sampling, Verdict
 
 # --- tokens -----------------------------------------------------------------------------------------------------------
-
-
-def diffusion(family, **options):
-    return DiffusionModel(test_diffusion.modern_bert(), model_of(family), mask=test_diffusion.MASK, block=6, **options)
 
 
 def sharp(drafter):
@@ -61,7 +55,6 @@ def wide(drafter):
 
 
 BLOCK_SHAPES = [{"tree": "opt"}, {"tree": "3-4-2"}, {"tree": "eagle"}]
-FILLED = {"one pass": {}, "three passes": {"steps": 3}, "every token": {"steps": 6}, "tree": {"width": 3, "nodes": 9}}
 UNTRAINED = [*(f"{name}{shared}" for name in ("context", "recycling") for shared in ("", ":shared=false")),
              "context:shared=false,nodes=6,levels=3", "layers", "layers:exit=1",
              "context:sources=matches+answers,nodes=3"]  # fmt: skip
@@ -89,8 +82,6 @@ FORMS = {  # of drafters of text: (family, prompts, drafter)
     **{f"{kind} with {shape}": ("llava", "ragged", lambda k=kind, s=shape: test_block_heads.blocks(k).shaped(**s))
        for n, shape in enumerate(BLOCK_SHAPES) for kind in ("flash", "dflash")[n % 2 :: 1 + n % 2]},
     "a head of confidence": ("llava", "ragged", lambda: test_block_heads.dspark().shaped(confidence=0.3)),
-    **{f"diffusion in {way} of {family}": (family, "ragged", partial(diffusion, family, **options))
-       for family in ("llama", "llava") for way, options in FILLED.items()},
 }  # fmt: skip
 
 

@@ -69,10 +69,14 @@ def test_the_shell_exports_what_was_trained(data, capsys):
 @pytest.mark.parametrize("preset, form, said", [
     (None, "eagle3", "form: got a drafter with fusion sum for 'eagle3', expected split"),
     (None, "eagle", "form: got a drafter with positions target for 'eagle', expected index"),
-    ("deer", "dflash", "form: DiffusionDrafter has no form 'dflash'. Other engines can't read"),
     ("dflash", "dspark", "form: got a drafter with no sequential head"),
 ])  # fmt: skip
-def test_export_without_a_form_is_refused(preset, form, said, data):
+def test_export_in_another_form_is_refused(preset, form, said, data):
     out = train(data, "own", preset=preset)
     with one_sentence(said):
         drafter_export.export(out, form, data.parent / "x")
+
+
+def test_a_drafter_without_any_form_is_refused():
+    with one_sentence("form: ContextDrafter has no form 'dflash'. Other engines can't read"):
+        registry.drafter("context", model_of("llava"))[0].export("x", "dflash")

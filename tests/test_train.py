@@ -71,7 +71,7 @@ def test_split_lessons(tmp_path):
         whole = drafter.rollout(lesson, 2)
         for row in split(lesson, 1):
             b = next(b for b, ids in enumerate(lesson.ids) if torch.equal(ids[: row.ids.shape[1]], row.ids[0]))
-            for (states, mask, _), (alone, own, _) in zip(whole, drafter.rollout(row, 2)):
+            for (states, mask), (alone, own) in zip(whole, drafter.rollout(row, 2)):
                 torch.testing.assert_close(states[b : b + 1][:, mask[b]], alone[:, own[0]], rtol=1e-4, atol=1e-4)
 
 
@@ -81,7 +81,7 @@ def test_short_answers():
     lengths = [max(lesson.lengths) - 3 * (b > 0) for b in range(len(lesson.lengths))]
     with torch.no_grad():
         steps = drafter.rollout(dataclasses.replace(lesson, lengths=lengths), 3)
-    for step, (_, mask, _) in enumerate(steps):
+    for step, (_, mask) in enumerate(steps):
         assert mask.sum(dim=1).tolist() == [length - 1 - step for length in lengths]
 
 

@@ -174,7 +174,7 @@ def test_guess_weights(monkeypatch, shares, kinds):
     seen = []
     used.head.register_forward_pre_hook(lambda module, given: seen.append(given[1]))
     torch.manual_seed(0)
-    ((states, weight, _),) = used.rollout(lesson, 1)
+    ((states, weight),) = used.rollout(lesson, 1)
     assert set(seen[-1].flatten().tolist()) == kinds and states.shape[:2] == weight.shape == (3, 15)
     for row, kind in zip(weight, seen[-1]):
         known = int((kind == KNOWN).sum())

@@ -16,7 +16,6 @@ from tests.tiny import model_of, prompt
 from visspec.accept.rejection import Rejection
 from visspec.api.training.drafter import request_of
 from visspec.api.training.presets import of_preset
-from visspec.models.block.diffusion_trained import DiffusionDrafter
 from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import EagleDrafter
@@ -46,7 +45,6 @@ DRAFTERS = {
     "dspark": (lambda model: BlockDrafter.for_model(model, layers=1, block=5, markov=5, confidence=True),
                {"confidence_weight": 2.0}),
     "dflash2": (selecting, {"selector_weight": 2.0}),
-    "deer": (lambda model: DiffusionDrafter.for_model(model, layers=1, block=4), {"unroll": 2}),
 }  # fmt: skip
 
 
@@ -77,12 +75,10 @@ def reference(drafter, lesson, plan, kind):
     before, after = lesson.ids[:, start : start + count], lesson.ids[:, start + 1 : start + 1 + count]
     chosen = p_logits.argmax(-1)
     scale = sum(plan.decay**k for k in range(len(rollout)))
-    for k, (states, weight, place) in enumerate(rollout):
-        at = torch.arange(count).expand(len(states), -1) if place is None else place
-        rows = torch.arange(len(states))[:, None]
-        q_logits, p = drafter.trained_logits(states, before[rows, at]), p_logits[rows, at]
+    for k, (states, weight) in enumerate(rollout):
+        q_logits, p = drafter.trained_logits(states, before), p_logits
         if drafter.ids is not None:
-            weight = weight * (chosen[rows, at][..., None] == drafter.ids).any(-1)
+            weight = weight * (chosen[..., None] == drafter.ids).any(-1)
             p = p[..., drafter.ids]
         P, Q = p.softmax(-1), q_logits.softmax(-1)
         each = {
@@ -109,7 +105,7 @@ def reference(drafter, lesson, plan, kind):
 
 @pytest.mark.parametrize(("name", "kind"), [
     *(("features", kind) for kind in ("tv", "soft_ce", "kl")), ("eagle3", "kl"), ("flash", "soft_ce"),
-    ("dspark", "tv"), ("dflash2", "kl"), ("deer", "tv"), ("image", "soft_ce"),
+    ("dspark", "tv"), ("dflash2", "kl"), ("image", "soft_ce"),
 ])  # fmt: skip
 def test_chunks_equal_whole(name, kind, monkeypatch):
     drafter, states, whole = lessons(name)

@@ -118,7 +118,7 @@ REFUSED = {
     "got 1 images without a mark": LLAVA | {"image": ["a.png", "b.png"]},
     "image: got int, expected a path": {"image": 3},
     "image: got 'https://x.org/a.png', expected a file. Nothing is downloaded": {"image": "https://x.org/a.png"},
-    "image: got base64 that can't be read": {"image": RED + "é"},
+    "image: the base64 of an image cannot be read": {"image": RED + "é"},
 }  # fmt: skip
 
 

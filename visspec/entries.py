@@ -65,10 +65,6 @@ TABLES: dict[str, dict[str, Entry]] = {
             "visspec.models.block.trained:BlockDrafter", "a block in one pass (DFlash, DSpark); trained",
             "text", "block_drafter",
         ),
-        "diffusion-lm": Entry(
-            "visspec.models.block.diffusion_trained:DiffusionDrafter", "a diffusion model of a block (DEER); trained",
-            "text", "diffusion_lm",
-        ),
         "jacobi": Entry("visspec.models.jacobi.drafter:Jacobi", "the target's distributions of the last pass", "codes"),
         "lowres": Entry("visspec.models.lowres.drafter:LowRes", "the enlarged picture of a small model", "codes"),
         "image-eagle": Entry(

@@ -57,7 +57,7 @@ def fill(draft: Draft, state: State) -> Draft:
 
 
 def draft_forced(state: State) -> Draft | None:
-    """Return a chain of each row's forced tokens; None if there are fewer than rows, as a drafter may do better."""
+    """Return a chain of each row's forced tokens; None if there are fewer tokens than rows."""
     runs = [forced_tokens(state, row) for row in state.rows]
     return trees.ragged_draft(state.pending, runs) if sum(map(len, runs)) >= len(runs) else None
 

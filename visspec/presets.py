@@ -166,11 +166,6 @@ RECIPES = {  # for `visspec train drafter --preset`; docs/train.md explains what
         "DFlash 2 (vLLM's pull request 52816): DFlash with short convolutions and a selector", "states at all slots",
         {"layers": 5, "block": 16, "selector": 64}, {**BLOCKS, "selector_weight": 1.0}, {}, kind="block-head",
     ),
-    "deer": Recipe(
-        "DEER (arXiv 2512.15176): a masked diffusion language model, one pass a block", "nothing",
-        {"layers": 4, "block": 15}, {"unroll": 4, "opening": 1.0, "decay": 1.0}, {},
-        kind="diffusion-lm",
-    ),
     "blind": Recipe(
         "a control: neither image tokens nor features of the target", "nothing",
         {**SUM, "images": "blind", "levels": 6}, {"unroll": 5, "opening": 0.5}, TREES,

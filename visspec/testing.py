@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from visspec import registry, tree
 from visspec.api.text.accelerate import Accelerated, accelerate
@@ -22,7 +23,11 @@ _PLAIN: WeakKeyDictionary[Any, dict] = WeakKeyDictionary()
 
 
 def check_drafter(
-    drafter: Any, model: Any, inputs: Mapping[str, Tensor], max_new_tokens: int = 14, **options: Any
+    drafter: registry.DrafterSpec,
+    model: PreTrainedModel,
+    inputs: Mapping[str, Tensor],
+    max_new_tokens: int = 14,
+    **options: Any,
 ) -> Accelerated:
     """Check that a drafter does not change the generated text.
 

@@ -33,14 +33,3 @@ def median_seconds(
         for name, call in calls.items():
             times[name].append(seconds_of(call, wait)[0])
     return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
-
-
-def issue_times(call: Callable[[int], Any], wait: Callable[[], None], repeats: int = 9) -> list[float]:
-    """Return the seconds until each numbered call returns, whether or not the device has finished."""
-    seconds = []
-    for number in range(repeats):
-        wait()
-        began = time.perf_counter()
-        call(number)
-        seconds.append(time.perf_counter() - began)
-    return seconds

@@ -142,12 +142,6 @@ def acceptance(runs: Sequence[ArmRun]) -> dict[str, Any]:
     return {"acceptance_by_depth": acceptance_by_depth(rounds), "reached_by_depth": reached}
 
 
-def time_by_stage(runs: Sequence[ArmRun]) -> dict[str, float]:
-    """Return the seconds of all runs by stage."""
-    names = sorted({stage for run in runs for stage in run.stages})
-    return {name: sum(run.stages.get(name, 0.0) for run in runs) for name in names}
-
-
 def tau(runs: Sequence[ArmRun]) -> dict[str, Any]:
     """Return tokens per target pass, bonus included, over all rounds (micro) and averaged over prompts (macro)."""
     passes = [sum(len(g) for _, g, *_ in r.rounds) for r in runs]
@@ -193,7 +187,7 @@ def figures(
     """
     record = compare(stock, fast, per_token) | tau(fast) | acceptance(fast) | ideal(plain, fast)
     record |= {"nfe_plain": tau(plain)["nfe"], **over("over_plain", plain, fast)}
-    return record | {"drift_per_token": drift(fast), "time_s": time_by_stage(fast)}
+    return record | {"drift_per_token": drift(fast)}
 
 
 def in_words(speedup: float, reach: float = 0.0) -> str:

@@ -22,6 +22,8 @@ from visspec.io.images import image_files, open_image
 if TYPE_CHECKING:
     from transformers import CLIPModel
 
+BATCH = 32  # images
+
 
 class ClipScorer:
     """Computes cosines of images and texts with a transformers CLIP model and processor. Long texts are truncated."""
@@ -51,24 +53,29 @@ class ClipScorer:
         return torch.nn.functional.cosine_similarity(u, v).cpu().numpy()
 
 
-def from_folder(
-    folder: str | Path, captions: Mapping[str, str], scorer: ClipScorer, results: str | Path, batch_size: int = 32
-) -> dict:
+def from_folder(folder: str | Path, captions: Mapping[str, str], scorer: ClipScorer, results: str | Path) -> dict:
     """Return the mean score of a folder's images with captions by file name. Broken or unpaired files are problems.
     Cosines are appended to the JSONL file `results`. Pairs in it with unchanged bytes are not scored again.
     """
     pairs, problems = pair_captions(image_files(folder), captions)
     if not pairs:
         raise ValueError(f"captions: no image of {folder} has a caption, expected captions by file name.")
+    return of_pairs(pairs, scorer, results, problems)
+
+
+def of_pairs(pairs: Sequence[tuple[Path, str]], scorer: ClipScorer, results: str | Path, problems: list[str]) -> dict:
+    """Return the mean score of (file, caption) pairs; unreadable files are added to `problems`. Raises ValueError if no
+    file can be read.
+    """
     keys = [digest(path.name, caption, file_digest(path)) for path, caption in pairs]
     with Journal(results, {"scorer": [scorer.name, scorer.fingerprint]}) as journal:
         missing = [(key, *pair) for key, pair in zip(keys, pairs) if key not in journal.done]
-        for start in with_progress(range(0, len(missing), batch_size), "batch"):
-            problems += _score(missing[start : start + batch_size], scorer, journal)
+        for start in with_progress(range(0, len(missing), BATCH), "batch"):
+            problems += _score(missing[start : start + BATCH], scorer, journal)
         known = {row["id"]: row["cosine"] for row in journal}
     cosines = np.array([known[key] for key in keys if key in known])
     if not len(cosines):
-        raise ValueError(f"no image of {folder} can be read; the first problem: {problems[0]}.")
+        raise ValueError(f"no image can be read; the first problem: {problems[0]}.")
     values = 100 * cosines
     error = float(values.std(ddof=1) / len(values) ** 0.5) if len(values) > 1 else None
     result = {"name": f"CLIPScore[{scorer.name}]", "value": float(values.mean()), "n": len(values)}

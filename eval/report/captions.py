@@ -6,7 +6,6 @@ from typing import Any
 
 from visspec.eval.report import rendering
 from visspec.eval.report.images import MAX_PIXELS, thumbnail
-from visspec.io.images import read_image
 from visspec.io.videos import Clip, open_media
 
 Pieces = Sequence[tuple[str, str]]  # pieces of a text with their origins
@@ -15,10 +14,12 @@ MOST = 200  # maximum number of thumbnails, and of errors, on a page
 
 def thumbnail_of(image: Any) -> str | None:
     """Return a data URI of a file or the bytes of one, or None if it is missing or unreadable."""
+    if image is None:
+        return None
     try:
-        media = read_image(image, "", MAX_PIXELS) if isinstance(image, bytes) else open_media(image, MAX_PIXELS, 1)
+        media = open_media(image, max_pixels=MAX_PIXELS, frames=1)
         return thumbnail(media.frames[0] if isinstance(media, Clip) else media)
-    except (ValueError, OSError, TypeError):
+    except (ValueError, OSError):
         return None
 
 

@@ -31,15 +31,14 @@ GUARANTEES = {  # kind -> (mark, words)
 @dataclass(frozen=True)
 class RecordImage:
     """An image of a method in the JSON of `visspec bench image`, as a small PNG in base64. `verdict` is {"correct",
-    "reason"}. `acceptance` is (rows, columns) by token: 1 if the drafted token was accepted, 0 if it was replaced, None
-    if nothing was drafted.
+    "reason"}. `origins` is (rows, columns): the origin of each token, an index into `stats.COLOURS`.
     """
 
     prompt: object = ""
     seed: object = ""
     png: str | None = None
     verdict: Mapping[str, Any] | None = None
-    acceptance: list[list[float | None]] | None = None
+    origins: list[list[int]] | None = None
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> RecordImage:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-import numpy as np
 from markupsafe import Markup
 
 from visspec.eval.report.data import GUARANTEES, Interval
@@ -19,7 +18,6 @@ FEW = 20  # figures with fewer observations are grey
 INK, FAINT, RULE, GREY = "var(--ink)", "var(--faint)", "var(--rule)", "var(--grey)"
 BLUE, ORANGE, GREEN = "var(--blue)", "var(--orange)", "var(--green)"
 COLOUR = {"tokens": BLUE, "law": GREEN, "approximate": ORANGE, "unknown": GREY}  # by kind of guarantee
-CIVIDIS = ((0, 34, 78), (65, 77, 107), (124, 123, 120), (188, 175, 111), (254, 232, 56))  # safe for all colour vision
 
 
 class Bar(NamedTuple):
@@ -193,13 +191,6 @@ def curve(points: Sequence[tuple[float, float]], label: str, height: float = 120
     parts += [dot(across, down, 2.5, BLUE), text(across + 5, down + 4, f"{values[-1]:.3g}")]
     parts += [text(left, height + 32, f"step {first:g}"), text(right, height + 32, f"{last:g}", "end")]
     return svg(height + 40, parts, label)
-
-
-def rgb(share: float) -> tuple[int, int, int]:
-    """Return the colour of a share in [0, 1] on the cividis map."""
-    places = np.linspace(0, 1, len(CIVIDIS))
-    red, green, blue = (round(float(np.interp(share, places, channel))) for channel in zip(*CIVIDIS))
-    return red, green, blue
 
 
 def short(label: str, most: int = 46) -> str:

@@ -1,19 +1,17 @@
-"""Pictures of the report: thumbnails, difference maps and acceptance maps as data URIs."""
+"""Pictures of the report: thumbnails, difference maps and maps of token origins."""
 
 import base64
 import binascii
 import io
-from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image, ImageColor
 
-from visspec.eval.report.figures import rgb
-from visspec.io.images import read_image
+from visspec.io.images import png_bytes, read_image
+from visspec.loop.stats import COLOURS
 
 SIDE = 128  # longest side of a thumbnail, pixels
 SMALL = 96  # longest side in a result file
-NOT_DRAFTED = "#e6e6e6"
 LOSSLESS = 4096  # maximum size of a PNG thumbnail, bytes
 MAX_PIXELS = 16_000_000
 
@@ -28,13 +26,11 @@ def picture(png: str, where: str) -> Image.Image:
 
 def data_uri(image: Image.Image, lossless: bool = False) -> str:
     """Return a PNG if that is small, else a JPEG."""
-    buffer = io.BytesIO()
-    image.save(buffer, "PNG")
-    kind = "png"
-    if not lossless and buffer.tell() > LOSSLESS:
-        buffer, kind = io.BytesIO(), "jpeg"
-        image.save(buffer, "JPEG", quality=78)
-    return f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
+    data, kind = png_bytes(image), "png"
+    if not lossless and len(data) > LOSSLESS:
+        image.save(file := io.BytesIO(), "JPEG", quality=78)
+        data, kind = file.getvalue(), "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"
 
 
 def thumbnail(image: Image.Image) -> str:
@@ -47,9 +43,7 @@ def small_png(image: Image.Image) -> str:
     """Return a thumbnail for a result file, a PNG in base64."""
     small = image.convert("RGB")
     small.thumbnail((SMALL, SMALL), Image.Resampling.LANCZOS)
-    buffer = io.BytesIO()
-    small.save(buffer, "PNG", optimize=True)
-    return base64.b64encode(buffer.getvalue()).decode()
+    return base64.b64encode(png_bytes(small, optimize=True)).decode()
 
 
 def difference(image: Image.Image, baseline: Image.Image) -> tuple[str, float] | None:
@@ -60,20 +54,17 @@ def difference(image: Image.Image, baseline: Image.Image) -> tuple[str, float] |
         return None
     apart = np.abs(np.asarray(image, np.int16) - np.asarray(baseline, np.int16)).max(axis=-1)
     lifted = np.where(apart > 0, 40 + apart * (215 / 255), 0).astype(np.uint8)
-    largest = blocks(lifted, SIDE).max(axis=(1, 3))  # a mean would hide a single pixel
+    block = -(-max(lifted.shape) // SIDE)
+    padded = np.pad(lifted, [(0, -n % block) for n in lifted.shape])
+    blocks = padded.reshape(padded.shape[0] // block, block, padded.shape[1] // block, block)
+    largest = blocks.max(axis=(1, 3))  # a mean would hide a single pixel
     return data_uri(Image.fromarray(largest)), float((apart > 0).mean())
 
 
-def blocks(cells: np.ndarray, most: int) -> np.ndarray:
-    """Return (rows, height, columns, width): square blocks of a zero-padded grid, at most `most` per side."""
-    block = -(-max(cells.shape) // most)
-    padded = np.pad(cells, [(0, -n % block) for n in cells.shape])
-    return padded.reshape(padded.shape[0] // block, block, padded.shape[1] // block, block)
-
-
-def acceptance_map(grid: Sequence[Sequence[float | None]]) -> str:
-    """Draw one pixel per token, light grey where nothing was drafted."""
-    top = max([1.0] + [v for row in grid for v in row if v is not None])
-    empty = ImageColor.getrgb(NOT_DRAFTED)
-    pixels = [[empty if v is None else rgb(v / top) for v in row] for row in grid]
-    return data_uri(Image.fromarray(np.asarray(pixels, np.uint8)), lossless=True)
+def origin_image(origins: np.ndarray, side: int | None = None) -> Image.Image:
+    """Draw a map of token origins (rows, columns; indices into `stats.COLOURS`) as an image of `side` pixels, or with a
+    pixel per token.
+    """
+    palette = np.array([ImageColor.getrgb(colour) for colour in COLOURS.values()], np.uint8)
+    image = Image.fromarray(palette[origins])
+    return image if side is None else image.resize((side, side), Image.Resampling.NEAREST)

@@ -2,13 +2,14 @@
 
 The most important parts come first: speed-up by method, speed against quality, pictures of the same prompt by every
 method, and captions with their picture, then a table of all methods. The rest is folded: the gap to the ideal,
-acceptance by depth and over the token grid, baselines. Sizes and kernels have bars and a table each.
+acceptance by depth, baselines. Sizes and kernels have bars and a table each.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from markupsafe import Markup
 from PIL import Image
 
@@ -31,7 +32,7 @@ QUALITY = {  # field -> (name, whether lower is better)
     "right": ("share of right pictures", False),
 }
 TERMS = {"tau": "tau", "after_verify": "after verification", "after_draft": "after drafting", "after_host": "ideal"}
-SIZES = ("size", "batch_size", "arm", "tau", "speedup", "ideal_speedup", "length_share", "bytes_bound", "identical")
+SIZES = ("size", "batch_size", "arm", "tau", "speedup", "ideal_speedup", "length_share", "identical")
 HALF = ("bfloat16", "float16")  # in which passes of different shapes round differently
 KERNELS = ("kernel", "shape", "dtype", "device", "time_us", "ratio_to_eager")
 
@@ -83,8 +84,6 @@ class MethodGroup:
         self.waterfalls = [(m.label, figure) for m in methods if (figure := waterfall(m))]
         rates = [(m, [number(rate) or 0.0 for rate in m.record.get("acceptance_by_depth") or []]) for m in methods]
         self.depths = [(m.label, figures.depth_bars(r, m.record.get("reached_by_depth"))) for m, r in rates if r]
-        maps = [(m, m.record.get("acceptance_map"), m.record.get("acceptance_map_n")) for m in methods]
-        self.maps = [(m.label, pictures.acceptance_map(grid), max(map(max, n))) for m, grid, n in maps if grid and n]
         self.baselines = [row for m in methods for row in baselines(m)]
 
 
@@ -190,12 +189,13 @@ def _open(png: str | None, method: Method, which: str, failures: list[str]) -> I
 
 
 def cell(method: Method, image: RecordImage, opened: Image.Image | None, base: Image.Image | None) -> dict[str, Any]:
-    """Return one picture of a case: thumbnail, verdict, difference to the baseline, acceptance map."""
+    """Return one picture of a case: thumbnail, verdict, difference to the baseline, map of token origins."""
     verdict = image.verdict or {}
     apart = pictures.difference(opened, base) if opened is not None and base is not None else None
     entry = {"method": method, "right": verdict.get("correct"), "reason": str(verdict.get("reason") or "")}
     entry |= {"uri": None if opened is None else pictures.thumbnail(opened), "difference": apart}
-    return entry | {"acceptance": pictures.acceptance_map(image.acceptance) if image.acceptance else None}
+    origins = None if image.origins is None else pictures.origin_image(np.asarray(image.origins, np.uint8))
+    return entry | {"origins": None if origins is None else pictures.data_uri(origins, lossless=True)}
 
 
 def texts(method: Method, failures: list[str]) -> list[tuple[str | None, list[tuple[str, str]]]]:

@@ -209,8 +209,9 @@ class SlotLayers(Cache):
 
 
 def cache_argument(function: Callable) -> str | None:
-    """Return the name of a function's cache argument, by this transformers' name or by another version's, for which a
-    custom model may be written. None if it has none, or takes a dictionary (XLM).
+    """Return the name of a function's cache argument; None if it has none, or takes a dictionary (XLM).
+
+    Custom models may use the name of another transformers version.
     """
     arguments = inspect.signature(function).parameters
     for name in (CACHE, *CACHE_NAMES):

@@ -181,7 +181,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         state.memory = memory
 
     def propose(self, state: State, depth: int) -> Draft:
-        """Draft a chain of `depth` levels, or a tree: coupled to the positions' noise, or sampled with its laws."""
+        """Draft a chain of `depth` levels or a tree, coupled to the noise or sampled with its distributions."""
         memory: FeatureMemory = state.memory
         if self.config.block > 1:
             return self._propose_blocks(state, depth)

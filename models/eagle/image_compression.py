@@ -47,7 +47,7 @@ class FlashQueries(nn.Module):
         self.queries = nn.Parameter(torch.randn(config.image_latents, config.hidden) * config.hidden**-0.5)
 
     def forward(self, x_RSd: Tensor, feature_RSd: Tensor, real_RS: Tensor, question_Rd: Tensor) -> Tensor:
-        """Return latents (R, Q, d). x: layer inputs of the slots, feature: the target's, question: unused."""
+        """Return latents (R, Q, d): means of the slots' layer inputs `x_RSd`, weighted by the target's features."""
         score_RQS = self.queries @ feature_RSd.transpose(1, 2)
         return score_RQS.masked_fill(~real_RS[:, None], float("-inf")).softmax(dim=-1) @ x_RSd
 

@@ -6,13 +6,13 @@ The unconditional prompt is a learned "nothing". Captions are text features, com
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import GenerationConfig
 
+from visspec.models.codecs.vq_layout import ImageCodec
 from visspec.models.folders import OwnImageModel, unpack
 from visspec.models.image_codes.family import EncodedPrompt, Family, ImageLayout, class_numbers
 from visspec.models.image_codes.target import ImageAR
@@ -42,7 +42,7 @@ class LlamaGenImages(Family):
         self,
         model: LlamaGen | OwnImageModel,
         processor: Callable[[list[str]], tuple[Tensor, Tensor]] | None = None,
-        codec: Any = None,
+        codec: ImageCodec | None = None,
         settings: GenerationConfig | None = None,
     ):
         net, codec, guidance = unpack(model, codec, settings)

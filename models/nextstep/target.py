@@ -1,7 +1,7 @@
 """NextStep-1 on `visspec.models.nextstep.network`: prompts, guidance and pixels as in the authors' first pipeline.
 
 A prompt's words are followed by the size of the image in tokens and the id that begins it. The unconditional prompt has
-no words, or negative ones, instead. Guidance is constant over an image. (arXiv 2508.10711)
+no words, or those of the negative prompt. Guidance is constant over an image. (arXiv 2508.10711)
 
 Shapes: B requests, R = B or 2 B rows, N nodes, d size of a token, C hidden size.
 """

@@ -17,8 +17,14 @@ from visspec.models.llamagen.network import LlamaGenConfig, RandAR
 
 
 class RandARImageConfig(PreTrainedConfig):
-    """network: layers, heads, hidden_size and more, see `LlamaGenConfig`. vocab: number of words; words: length of the
-    longest prompt; features: per word. vq_config: configuration of the codes' VQ model.
+    """Configuration of a RandAR model and its codes.
+
+    Args:
+        network: Arguments of `LlamaGenConfig`.
+        vocab: Number of words.
+        words: Length of the longest prompt.
+        features: Features of a word.
+        vq_config: Configuration of the codes' VQ model.
     """
 
     model_type = "randar_image"

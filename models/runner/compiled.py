@@ -38,8 +38,10 @@ logger = logging.getLogger(__name__)
 
 
 class CompiledFunctions:
-    """Functions compiled with `torch.compile`, and their state. `graphs` counts compiled graphs, and `late` those not
-    compiled in a warm-up; `ready` contains False if there are graphs for one cache row, True if for several.
+    """Functions compiled with `torch.compile`, and their state.
+
+    `graphs` counts compiled graphs, and `late` those that were not compiled in a warm-up. `ready` contains False if
+    there are graphs for one cache row, and True if there are graphs for several.
     """
 
     def __init__(self, name: str):

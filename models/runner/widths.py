@@ -110,7 +110,7 @@ class PassWidths:
         """Append nodes that nothing reads to a chain.
 
         Args:
-            times: Cache rows per row.
+            times: Number of cache rows per row.
         """
         rows, size = draft.value.shape[:2]
         if (width := self.nodes(times * rows, size)) == size:

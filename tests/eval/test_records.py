@@ -98,10 +98,7 @@ def test_the_page_of_a_real_image_bench(tmp_path, image_record):
     text, cases = words(source), source.split('<div class="case">')[1:]
     assert "share of right pictures 0.000 [0.000, 0.658]" in text
     assert len(cases) == 2 and source.count("✗ wrong") == 8 and "of the pixels are unexplained" in words(cases[0])
-    for case in cases:  # plain and loose draft nothing and have no map; Jacobi windows do
-        cells = case.split('<div class="maps">')[1:]
-        assert [cell.count('alt="acceptance by token"') for cell in cells] == [0, 1, 1, 0]
-    assert source.count("Acceptance over the token grid") == 2
+    assert all(case.count('alt="origin of each token"') == 4 for case in cases)
     assert "✓ 2 of 2" in text and "SUSPECT" not in text
     table = source.split("<tbody>")[1].split("</tbody>")[0]
     assert "✗" not in table, "what promises no tokens of plain decoding breaks no promise"
@@ -109,25 +106,15 @@ def test_the_page_of_a_real_image_bench(tmp_path, image_record):
 
 def test_maps_of_a_bench_are_those_of_its_pictures(image_record):
     line = next(r for r in image_record["rows"] if r["name"] == "window")
-    grids = [image["acceptance"] for image in line["images"]]
+    grids = [image["origins"] for image in line["images"]]
     assert all(np.shape(g) == (6, 6) for g in grids)
-    assert {v for g in grids for row in g for v in row} == {0.0, 1.0, None}
-    assert np.shape(line["acceptance_map"]) == np.shape(line["acceptance_map_n"]) == (6, 6)
-    assert line["acceptance_map_n"][0][0] == 0 and line["acceptance_map"][0][0] is None, "the prefill drafts nothing"
-    plain = image_record["rows"][0]
-    assert plain["acceptance_map"] is None and "acceptance" not in plain["images"][0]
+    names = [{ORIGINS[v] for row in g for v in row} for g in grids]
+    assert all({"plain", "drafted", "corrected"} <= found for found in names), names
+    assert all(ORIGINS[g[0][0]] == "plain" for g in grids), "the prefill drafts nothing"
+    plain = image_record["rows"][0]["images"][0]["origins"]
+    assert {ORIGINS[v] for row in plain for v in row} == {"plain"}
     promises = {r["name"]: r["promises_tokens"] for r in image_record["rows"]}
     assert promises == {"plain": True, "window": True, "coins": False, "loose": False}
-
-
-def test_what_was_accepted():
-    names, none = (("plain", "drafted"), ("bonus", "corrected")), np.zeros((2, 2), int)
-    kinds = np.array([[ORIGINS.index(name) for name in row] for row in names])
-    for whole, expected in ((False, [[None, 1.0], [None, 0.0]]), (True, [[0.0, 1.0], [0.0, 0.0]])):  # drafted at once
-        assert bench_image.numbers(bench_image.acceptance_map(kinds, whole)) == expected
-        assert bench_image.acceptance_map(none, whole) is None
-    mean, count = bench_image.mean_map([np.array([[1.0, np.nan]]), np.array([[0.0, np.nan]]), None])
-    assert (mean, count) == ([[0.5, None]], [[2, 0]]) and bench_image.mean_map([None]) == (None, None)
 
 
 def test_the_page_of_real_caption_benches(tmp_path, caption_records):

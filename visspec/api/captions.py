@@ -23,7 +23,7 @@ from visspec.api.text import queueing
 from visspec.api.text.accelerate import Accelerated
 from visspec.io import included
 from visspec.io.checkpoint import first_line
-from visspec.io.images import MAX_PIXELS, read_image
+from visspec.io.images import MAX_PIXELS
 from visspec.io.videos import FRAMES, Clip, open_media
 from visspec.loop.stats import text_pieces
 from visspec.loop.stream import Answer
@@ -230,11 +230,7 @@ class Captions(AbstractContextManager):
         Raises:
             ValueError, OSError: If it can't be read.
         """
-        if isinstance(record.image, bytes):
-            return read_image(record.image, record.id, self.max_pixels)
-        if isinstance(record.image, (str, Path)):
-            return open_media(record.image, self.max_pixels, self.frames)
-        return record.image
+        return open_media(record.image, record.id, self.max_pixels, self.frames)
 
     def _prepare(self, record: Record) -> Prepared:
         """In a worker thread: return a record without its pixels, and the processor's output or the error."""

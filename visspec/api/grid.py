@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cache
 
-import numpy as np
-from PIL import Image, ImageColor, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont
 
 from visspec.eval.report.figures import ticks
-from visspec.loop.stats import COLOURS
+from visspec.eval.report.images import origin_image as origin_image
 
 MARGIN = 8
 SMOOTH = 2  # charts are drawn this much larger, then reduced, for smooth lines
@@ -53,12 +52,6 @@ def wrap_text(text: str, font, width: int) -> list[str]:
         else:
             lines.append(word)
     return lines
-
-
-def origin_image(origins: np.ndarray, side: int) -> Image.Image:
-    """Draw a map of token origins (rows, columns; indices into `stats.COLOURS`) as an image of `side` pixels."""
-    palette = np.array([ImageColor.getrgb(colour) for colour in COLOURS.values()], np.uint8)
-    return Image.fromarray(palette[origins]).resize((side, side), Image.Resampling.NEAREST)
 
 
 def chart(

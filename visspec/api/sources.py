@@ -162,16 +162,31 @@ def of_entry(entry: object, fallback: str, folder: Path) -> Record:
     image, prompt = entry.get("image", entry.get("video")), entry.get("prompt")
     category = str(entry.get("kind") or entry.get("category") or "")
     id = str(fallback if entry.get("id") is None else entry["id"])
-    if isinstance(image, Mapping):  # data sets store images as bytes, or else a path
-        image = image.get("bytes") or image.get("path")
-    if isinstance(image, str) and image:
-        image = folder / image
-    elif not isinstance(image, bytes) or not image:
-        shown = "no image" if image is None else f"an image of type {type(image).__name__}"
-        return Record(id, error=f"{id}: got {shown}, expected a path or the bytes of a file")
+    try:
+        image = media_of(image, folder)
+    except ValueError as error:
+        return Record(id, error=f"{id}: {error}")
     if prompt is not None and not isinstance(prompt, str):
         return Record(id, error=f"{id}: got a prompt of type {type(prompt).__name__}, expected a text")
     return Record(id, image, prompt, category=category)
+
+
+def media_of(value: object, folder: Path, kind: str = "image") -> Path | bytes:
+    """Return the file of an entry, or its content: a path, which may be relative to `folder`, bytes, or a data URL.
+    Raises ValueError for anything else.
+    """
+    if isinstance(value, Mapping):  # data sets store images as bytes, or else a path
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, bytes) and value and kind == "image":
+        return value
+    if not isinstance(value, str) or not value:
+        got = f"got no {kind}" if value is None else f"{kind}: got {type(value).__name__}"
+        raise ValueError(f"{got}, expected a path or the bytes of a file")
+    if value.startswith("data:") and kind == "image":
+        return images.data_url_bytes(value, kind)
+    if "://" in value and not value.startswith("file://"):
+        raise ValueError(f"{kind}: got {value!r:.60}, expected a file. Nothing is downloaded")
+    return folder / value.removeprefix("file://")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, bytes]]:

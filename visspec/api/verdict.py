@@ -6,9 +6,7 @@ score is the mean over its peers, and the lowest are chosen.
 """
 
 import re
-from collections.abc import Sequence
-from inspect import signature
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from PIL import Image
@@ -32,14 +30,13 @@ class Member(NamedTuple):
 
 
 def decide(
-    members: Sequence[Member], judge: Member, image: Image.Image, question: str, *, keep: int = 3,
+    members: list[Member], judge: Member, image: Image.Image, question: str, *, keep: int = 3,
     max_new_tokens: int = 128, **sampling: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Ask all members, and then the judge (greedily), which reads the `keep` drafts that their peers agree with most.
 
-    Of equal scores, those of earlier members are kept. `sampling` has arguments of `generate` for the drafts. Returns
-    "answer", "text" and "prompt" of the judge, "guarantee", "drafts" (the answers), their "scores" by number without
-    those of empty answers, and the "chosen" numbers.
+    Ties go to earlier members. `sampling` has arguments of `generate` for the drafts. Returns the judge's "answer" and
+    "prompt", the "guarantee", the answers ("drafts"), "scores" of the ones that are not empty, and "chosen" numbers.
     """
     if len(members) < 2:
         raise ValueError(f"drafts: got {len(members)}, expected two models or more.")
@@ -51,8 +48,8 @@ def decide(
     chosen = sorted(sorted(scores, key=scores.__getitem__)[:keep])
     paths = "\n".join(f"{number}. {texts[i]}" for number, i in enumerate(chosen, 1))
     prompt = TEMPLATE.format(question=question, paths=paths) if chosen else question
-    text = ask(judge, image, prompt, max_new_tokens=max_new_tokens, do_sample=False)
-    record = {"answer": answer_of(text), "text": text, "prompt": prompt, "guarantee": "selection (not lossless)"}
+    answer = answer_of(ask(judge, image, prompt, max_new_tokens=max_new_tokens, do_sample=False))
+    record = {"answer": answer, "prompt": prompt, "guarantee": "selection (not lossless)"}
     return record | {"drafts": drafts, "scores": scores, "chosen": chosen}
 
 
@@ -71,20 +68,19 @@ def answer_of(text: str) -> str:
 @torch.inference_mode()
 def likelihood(member: Member, image: Image.Image, question: str, answer: str) -> float:
     """Return the mean log-probability of an answer's tokens after the question."""
-    model, processor = member.fast.model, member.processor
+    model, processor = cast(Any, member.fast.model), member.processor
     spoken = answer if chat_prompt(processor, question)[-1:].isspace() else f" {answer}"
     ids = processor.tokenizer(spoken, add_special_tokens=False, return_tensors="pt")["input_ids"].to(model.device)
     inputs, count = prepare(processor, [image], question, model), ids.shape[1]
     length = inputs["input_ids"].shape[1]
     batch = {name: F.pad(value, (0, count)) if of_ids(value, length) else value for name, value in inputs.items()}
     batch["input_ids"][:, length:], batch["attention_mask"][:, length:] = ids, 1
-    if "logits_to_keep" in signature(model.forward).parameters:
+    if model._supports_logits_to_keep():
         batch["logits_to_keep"] = count + 1
-    logits_1NV = model(**batch).logits[:, -count - 1 : -1]
-    return -float(F.cross_entropy(logits_1NV[0].float(), ids[0]))
+    return -float(F.cross_entropy(model(**batch).logits[0, -count - 1 : -1].float(), ids[0]))
 
 
-def disagreement(table: Sequence[Sequence[float]]) -> list[float]:
+def disagreement(table: list[list[float]]) -> list[float]:
     """Return each answer's score from a table [b][a] of the likelihood of answer a under model b."""
     gaps = [[max(0.0, row[b] - value) for value in row] for b, row in enumerate(table)]  # 0 for a model's own answer
     return [sum(column) / (len(table) - 1) for column in zip(*gaps)]

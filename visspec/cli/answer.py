@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from visspec.cli.arguments import SamplingOptions
 from visspec.io.options import HardwareOptions, Positive, option
@@ -23,13 +22,12 @@ def run(arguments: Options) -> None:
     from visspec.io.images import open_image
 
     image = open_image(arguments.image)
-    members: dict[str, verdict.Member] = {}
-    for name in dict.fromkeys((*arguments.drafts, arguments.model)):
-        model, processor = loading.load(name, needs_pictures=True, **arguments.hardware)
-        members[name] = verdict.Member(name, accelerate(model), processor)
-    drafts, judge = [members[name] for name in arguments.drafts], members[arguments.model]
-    how: dict[str, Any] = {"keep": arguments.keep, "seed": arguments.seed, **arguments.generation}
-    result = verdict.decide(drafts, judge, image, arguments.question, **how)
+    names = dict.fromkeys((*arguments.drafts, arguments.model))
+    loaded = {name: loading.load(name, needs_pictures=True, **arguments.hardware) for name in names}
+    members = {name: verdict.Member(name, accelerate(model), processor) for name, (model, processor) in loaded.items()}
+    options = arguments.generation | {"keep": arguments.keep, "seed": arguments.seed}
+    drafts = [members[name] for name in arguments.drafts]
+    result = verdict.decide(drafts, members[arguments.model], image, arguments.question, **options)
     for i, (name, answer) in enumerate(zip(arguments.drafts, result["drafts"])):
         score = f"{result['scores'][i]:.3f}" if i in result["scores"] else "-"
         print(f"{'*' if i in result['chosen'] else ' '} {name} ({score}): {answer}")

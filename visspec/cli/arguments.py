@@ -7,7 +7,7 @@ from typing import Any
 
 from visspec.io import included
 from visspec.io.files import unwritable
-from visspec.io.options import HardwareOptions, Positive, Seed, Temperature, option
+from visspec.io.options import HardwareOptions, Positive, Seed, Temperature, option, sampling_arguments
 
 
 def read_options(arguments: argparse.Namespace, record: type) -> Any:
@@ -64,8 +64,7 @@ class SamplingOptions:
     @property
     def generation(self) -> dict[str, Any]:
         """Keyword arguments of `generate` without the seed, to sample from the full distribution."""
-        drawn = {"temperature": self.temperature, "top_k": 0, "top_p": 1.0} if self.temperature > 0 else {}
-        return {"max_new_tokens": self.max_new_tokens, "do_sample": self.temperature > 0, **drawn}
+        return {"max_new_tokens": self.max_new_tokens, **sampling_arguments(self.temperature)}
 
 
 @dataclass(kw_only=True)

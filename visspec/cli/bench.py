@@ -21,13 +21,15 @@ from visspec.eval.bench.clock import seconds_of, waiter
 from visspec.eval.bench.paired import ArmRun, turns
 from visspec.io import included
 from visspec.io.files import write_json
-from visspec.io.images import MAX_PIXELS, open_image, read_image
 from visspec.io.options import Positive, option
 from visspec.io.provenance import provenance
+from visspec.io.videos import open_media
 from visspec.loop.setup import DecodingSetup
+from visspec.types import Processor
 
 PARTS = 3  # number of parts of a stream's inputs; the ratio is their median
 PART_GROUPS = 3  # groups per part, so that rows enter while others run
+Prompt = tuple[int, dict[str, Any]]  # the number of a batch, and the model's inputs
 Cell = str | Callable[[Mapping[str, Any]], str]  # a column: a format of a row's fields, "{tau:.2f}", or a function
 
 
@@ -84,11 +86,12 @@ class StockCaptionArm:
     def __init__(self, model, options: dict[str, Any], seed: int):
         self.model, self.options, self.seed = model, options, seed
 
-    def __call__(self, prompt) -> ArmRun:
+    def __call__(self, prompt: Prompt) -> ArmRun:
         index, inputs = prompt
+        wait = waiter(inputs["input_ids"].device)
         torch.manual_seed(self.seed + index)
-        seconds, out = seconds_of(partial(self.model.generate, **inputs, **self.options))
-        first, _ = seconds_of(partial(self.model.generate, **inputs, **(self.options | {"max_new_tokens": 1})))
+        seconds, out = seconds_of(partial(self.model.generate, **inputs, **self.options), wait)
+        first, _ = seconds_of(partial(self.model.generate, **inputs, **(self.options | {"max_new_tokens": 1})), wait)
         return ArmRun(seconds, trim_rows(out[:, inputs["input_ids"].shape[1] :], self.model.generation_config), first)
 
 
@@ -98,10 +101,10 @@ class CaptionArm:
     def __init__(self, fast: Accelerated, options: dict[str, Any], seed: int):
         self.fast, self.options, self.seed = fast, options, seed
 
-    def __call__(self, prompt) -> ArmRun:
+    def __call__(self, prompt: Prompt) -> ArmRun:
         index, inputs = prompt
-        seeds = row_seeds(self.seed, index, len(inputs["input_ids"]))
-        seconds, result = seconds_of(partial(self.fast.run, **inputs, **self.options, seed=seeds))
+        seeds, wait = row_seeds(self.seed, index, len(inputs["input_ids"])), waiter(inputs["input_ids"].device)
+        seconds, result = seconds_of(partial(self.fast.run, **inputs, **self.options, seed=seeds), wait)
         state, trace = result.state, result.state.trace
         first = seconds - sum(v for k, v in trace.times.items() if k not in ("prefill", "draft_prefill"))
         more = {"drift": result.stats.drift_per_token, "origin": [list(o) for o in trace.origin]}
@@ -141,8 +144,7 @@ def readable(records: RecordStream) -> Iterator[Record]:
         try:
             if record.error is not None:
                 raise ValueError(record.error)
-            read = read_image(record.image, record.id, MAX_PIXELS) if isinstance(record.image, bytes) else None
-            yield replace(record, image=read or open_image(record.image, MAX_PIXELS))
+            yield replace(record, image=open_media(record.image, record.id))
         except (ValueError, OSError) as error:
             print(f"visspec: {error}", file=sys.stderr)
 
@@ -176,8 +178,8 @@ def groups_of(items: Sequence[Any], size: int) -> list[Any]:
 
 
 def in_groups(
-    processor: Any, records: Sequence[Record], size: int, model: Any, first: int = 0
-) -> list[tuple[int, dict[str, Any]]]:
+    processor: Processor, records: Sequence[Record], size: int, model: PreTrainedModel, first: int = 0
+) -> list[Prompt]:
     """Return a model's inputs, with numbers from `first`, for groups of `size` records, whose images are open."""
     groups = []
     for number, group in enumerate(groups_of(records, size), first):

@@ -13,6 +13,7 @@ from typing import Any
 
 from PIL import Image
 from rich.table import Table
+from transformers import PreTrainedModel
 
 from visspec.api import loading, sources
 from visspec.api.captions import default_prompt, tokenizer_of
@@ -28,6 +29,7 @@ from visspec.io.images import open_image
 from visspec.io.options import Positive, option
 from visspec.loop.stats import text_pieces
 from visspec.models.runner.compiled import stepwise
+from visspec.types import Processor
 
 LOOKUP_LENGTHS = (3, 5, 10)  # transformers' assisted modes get the best of these, chosen on the warm-up prompts
 ASSISTANT_LENGTHS = (3, 5, 8)
@@ -95,12 +97,12 @@ def run(arguments: Options) -> None:
 
 def bench_prompts(
     kind: str,
-    model: Any,
-    processor: Any,
+    model: PreTrainedModel,
+    processor: Processor,
     prompts: Sequence[Record],
     warm: Sequence[Record],
     arguments: DecodingOptions,
-    assistant: Any = None,
+    assistant: PreTrainedModel | None = None,
 ) -> dict[str, Any]:
     """Run all arms on all prompts, whose images are open.
 
@@ -178,9 +180,6 @@ def summarise(
     record = {"guarantee": fast.setup.guarantee, "drafter_name": fast.name, "identical_to": "transformers_generate"}
     record |= {"promises_tokens": fast.setup.promises_tokens(not sampled)} | speed.figures(stock, plain, ours, sampled)
     record |= speed.over("plain_over_transformers", stock, plain, per_token=sampled)
-    record["tokens_per_prompt"] = sum(run.count for run in ours) / count
-    # ideal and tau are in units of passes of our own plain loop
-    record["measured_over_ideal"] = speed.compare(plain, ours)["speedup_decode_only"] / record["ideal_speedup"]
     doubt = speed.suspicion(record["over_plain"], record["over_plain_ci95"], record["tau"])
     record["in_words"] = "; ".join(filter(None, (speed.in_words(record["speedup"]), doubt)))
     record["baselines"] = baselines = {}
@@ -189,7 +188,6 @@ def summarise(
             continue
         ratio = speed.compare(found, ours, per_token=sampled and name != "plain")
         row = {"seconds_per_prompt": sum(run.seconds for run in found) / count}
-        row |= {"tokens_per_prompt": sum(run.count for run in found) / count}
         row |= {"ours_is_faster_by": ratio["speedup"], "ci95": ratio["speedup_ci95"], "identical": ratio["identical"]}
         given = {k: v for k, v in arms[name].options.items() if isinstance(v, (int, float, str))}
         baselines[name] = row | {"options": given}

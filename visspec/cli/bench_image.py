@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.markup import escape
 from rich.table import Table
@@ -24,13 +23,11 @@ from visspec.cli.arguments import DrawingOptions
 from visspec.cli.bench import Cell, ScenesOptions, cell, compilations, groups_of, measured_on, row_seeds, table
 from visspec.cli.bench_image_quality import (
     Judges,
-    acceptance_map,
     as_arguments,
     by_detector,
     by_photos,
     check_folder,
     judge,
-    numbers,
     plain_setup,
     spread,
 )
@@ -174,7 +171,7 @@ class ImageArm:
         self.setup = setup = pipe.setup(**self.method)  # raises for invalid combinations
         plain = pipe.setup(**as_arguments(plain_setup(pipe)))
         same = type(setup.order) is type(plain.order)  # another order is another distribution
-        self.whole, self.promise = not setup.order.raster, same and setup.promises_tokens(sampling.greedy)
+        self.promise = same and setup.promises_tokens(sampling.greedy)
         self.output_type = "latent" if pipe.family.no_pixels else "pil"
         self.outputs: list[ImageOutput] = []
 
@@ -236,30 +233,17 @@ def bench(
 def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[str, Any]:
     found, plain, outputs = runs[name], runs["plain"], arm.outputs[-len(runs[name]) :]
     stats, traces = arm.outputs[-1].stats[0], [trace for out in outputs for trace in out.traces]
-    each, before = ([len(run.rounds) + 1 for run in some] for some in (found, plain))  # passes
+    passes = sum(len(run.rounds) + 1 for run in found)
     tokens, memory = max(sum(run.count for run in found), 1), [trace.memory for trace in traces if trace.memory]
     row: dict[str, Any] = {"name": name, **arm.method, "order": arm.method["order"] or "raster"}
     row |= {"guarantee": stats.guarantee, "promises_tokens": arm.promise}
     row |= {"n_prompts": len(found), **speed.figures(runs.get("stock", plain), plain, found)}
     row |= {"identical": speed.compare(plain, found)["identical"], "identical_to": "plain (same seeds)"}
     row["nfe_reduction"] = row["nfe_plain"] / row["nfe"]
-    row["nfe_reduction_ci95"] = list(speed.bootstrap([slow / fast for slow, fast in zip(before, each)]))
-    row |= {"trunk_passes": sum(each) / tokens, "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(sum(each), 1)}
+    row |= {"trunk_passes": passes / tokens, "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(passes, 1)}
     row |= {f"{part}_calls": sum(trace.calls[part] for trace in traces) / tokens for part in HEAD_CALLS}
     row |= {f"{part}_bytes": max(one.get(part, 0) for one in memory) for part in ("cache", "pass") if memory}
-    maps = mean_map([acceptance_map(grid, arm.whole) for out in outputs for grid in out.maps])
-    return row | dict(zip(("acceptance_map", "acceptance_map_n"), maps))
-
-
-def mean_map(maps: Sequence[np.ndarray | None]) -> tuple[list | None, list | None]:
-    """Return the mean over images and their number, place by place; None if no image had a draft."""
-    drafted = [m for m in maps if m is not None]
-    if not drafted:
-        return None, None
-    stack = np.stack(drafted)
-    count = (~np.isnan(stack)).sum(axis=0)
-    mean = np.nansum(stack, axis=0) / np.maximum(count, 1)
-    return numbers(np.where(count > 0, mean, np.nan)), count.tolist()
+    return row
 
 
 COLUMNS: dict[str, Cell] = {

@@ -5,12 +5,11 @@ prompts with CLIPScore and FID to photographs.
 """
 
 import itertools
-import math
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from visspec import registry
-from visspec.api.images.pipeline import ORIGINS, ImagePipeline
+from visspec.api.images.pipeline import ImagePipeline
+from visspec.cli.eval import LEAST, check_images
 from visspec.cli.generate import save
-from visspec.eval.metrics import features, fid, geneval, intervals, kid, named
+from visspec.eval.metrics import clipscore, features, fid, geneval, intervals, kid, named
 from visspec.eval.metrics.features import FeatureExtractor, FeatureTable, RandomConv
 from visspec.eval.report.data import RecordImage
 from visspec.eval.report.images import small_png
 from visspec.io import included
 from visspec.io.checkpoint import read_json
 from visspec.io.files import loads, same_settings, write_json
-from visspec.io.images import image_files, open_image
+from visspec.io.images import open_image
 
 Drawn = tuple[Path, RecordImage]  # the file of a picture, and its entry in the record
 Arms = Mapping[str, tuple[ImagePipeline, str]]  # by name: a pipeline and its "drafter/rule"
@@ -72,12 +72,9 @@ def by_photos(texts: Sequence[str], photos: Path, extractor: str, clip: str, dev
     """Evaluate a user's prompts with CLIPScore and FID to photographs. Raises ValueError, before drawing, for a folder
     without photographs, or an extractor or CLIP model that can't be loaded.
     """
-    try:
-        count = len(image_files(photos))
-    except (ValueError, FileNotFoundError) as error:
-        raise ValueError(f"--reference: got {photos}, expected a folder of photographs ({error}).") from None
-    if count < 4 or len(texts) < 2:
-        raise ValueError(f"--reference: got {count} photographs and {len(texts)} prompts, expected at least 4 and 2.")
+    count = check_images("--reference", photos, LEAST["fid"])
+    if len(texts) < 2:
+        raise ValueError(f"--prompts: got {len(texts)}, expected at least 2.")
     if count != len(texts):
         what = "a distance depends on both counts, so only compare rows of one table"
         print(f"visspec: {len(texts)} images per method against {count} photographs; {what}", file=sys.stderr)
@@ -90,15 +87,10 @@ def by_photos(texts: Sequence[str], photos: Path, extractor: str, clip: str, dev
     def score(root: Path, drawn: list[Drawn]) -> tuple[dict[str, Any], dict[Path, dict[str, Any]]]:
         if scorer is None:
             return {}, {}
-        parts = [drawn[start : start + 32] for start in range(0, len(drawn), 32)]
-        cosines = [
-            scorer.cosines([open_image(path) for path, _ in p], [str(one.prompt) for _, one in p]) for p in parts
-        ]
-        values = 100 * np.concatenate(cosines)
-        error = float(values.std(ddof=1) / len(values) ** 0.5)
-        return {"clipscore": float(values.mean()), "clipscore_se": error, "clip": scorer.name}, {}
+        pairs = [(path, str(picture.prompt)) for path, picture in drawn]
+        row = clipscore.of_pairs(pairs, scorer, root.with_name(f"{root.name}.clipscore.jsonl"), [])
+        return {"clipscore": row["value"], "clipscore_se": row["standard_error"], "clip": scorer.name}, {}
 
-    @cache
     def reference(side: int) -> FeatureTable:
         return features.read_features(photos, features_of)
 
@@ -122,7 +114,6 @@ def judge(
             table = features.read_features(root, extractor)
             distance = fid.compare(table, reference, extractor)
             line |= fields | {"quality_n": len(judges.prompts), "fd": distance["value"], "fd_name": distance["name"]}
-            line["fd_noise_floor"] = distance["noise_floor_here"]
             line["fd_ratio"] = line["fd"] / record["rows"][0]["fd"]  # the first row is plain decoding
             plain = table.features if plain is None else plain
             if plain.shape == table.features.shape and len(plain) > 1:
@@ -142,8 +133,8 @@ def scores(summary: dict[str, Any]) -> dict[str, Any]:
 
 def record_image(path: Path, picture: RecordImage) -> RecordImage:
     """Return a picture's entry in the record, with the map of its tokens."""
-    acceptance = read_json(path.parent, path.with_suffix(".json").name).get("acceptance")
-    return replace(picture, acceptance=acceptance, png=small_png(open_image(path)))
+    origins = read_json(path.parent, path.with_suffix(".json").name).get("origins")
+    return replace(picture, origins=origins, png=small_png(open_image(path)))
 
 
 def check_folder(folder: Path, arms: Arms, judges: Judges, options: dict[str, Any], seed: int) -> None:
@@ -173,15 +164,13 @@ def prepare_folder(
 def draw(pipe, method: str, prompts: list[dict], options: dict[str, Any], seed: int, root: Path) -> list[Drawn]:
     """Draw the images that a folder lacks, each with a JSON file of its token map. Raises as `prepare_folder`."""
     entries = prepare_folder(pipe, method, prompts, options, seed, root)
-    whole = not pipe.setup(**as_arguments(method)).order.raster
     missing = [entry for entry in entries if not entry[0].exists()]
     for start in tqdm(range(0, len(missing), 16), desc=root.name, leave=False):
         group = missing[start : start + 16]
         texts, seeds = [picture.prompt for _, picture in group], [picture.seed for _, picture in group]
         out = pipe(texts, seed=seeds, batch_size=16, **as_arguments(method), **options)
         for (path, _), image, origins in zip(group, out.images, out.maps):
-            grid = acceptance_map(origins, whole)
-            write_json(path.with_suffix(".json"), {"acceptance": None if grid is None else numbers(grid)})
+            write_json(path.with_suffix(".json"), {"origins": origins.tolist()})
             save(image, path)  # written last, so an existing image is complete
     return entries
 
@@ -211,22 +200,3 @@ def as_arguments(method: str) -> dict[str, Any]:
 def plain_setup(pipe: ImagePipeline) -> str:
     """Return the "drafter/rule" of plain decoding."""
     return str(registry.preset("plain", pipe.family.draws))
-
-
-def acceptance_map(origins: np.ndarray, whole: bool) -> np.ndarray | None:
-    """Return (rows, columns) float: 1 where a drafted code was accepted, 0 where the target replaced it, NaN where
-    nothing was drafted; None for an image without drafts.
-
-    Args:
-        whole: Whether the image was drafted as a whole, or not at all.
-    """
-    stayed = origins == ORIGINS.index("drafted")
-    replaced = ~stayed if whole else origins == ORIGINS.index("corrected")
-    if not stayed.any() and (whole or not replaced.any()):
-        return None
-    return np.where(stayed, 1.0, np.where(replaced, 0.0, np.nan))
-
-
-def numbers(grid: np.ndarray) -> list[list[float | None]]:
-    """Convert a grid to JSON, with null for NaN."""
-    return [[None if math.isnan(value) else round(value, 4) for value in row] for row in grid.tolist()]

@@ -6,85 +6,75 @@ by distributions, not only by these tokens: `law_error` compares a draft's nodes
 Arms take turns, after prompts of random ids. Shapes: B rows, L levels of a draft, V vocabulary.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
-from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, StaticCache
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedModel, Qwen2Config
 
 from visspec import tree as trees
 from visspec.accept.exact import Exact
 from visspec.api.loading import resolve_device
-from visspec.api.text.accelerate import Accelerated, accelerate
-from visspec.cli.bench import BenchOptions, Cell, table
+from visspec.api.text.accelerate import accelerate
+from visspec.cli.bench import BenchOptions, CaptionArm, Cell, Prompt, StockCaptionArm, table
 from visspec.distributions import categorical
 from visspec.eval.bench import paired as speed
-from visspec.eval.bench.clock import issue_times, median_seconds, seconds_of, waiter
+from visspec.eval.bench.clock import median_seconds, waiter
 from visspec.eval.bench.oracle import Oracle, erring
 from visspec.io.options import Positive, Probability, option
 from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
-from visspec.models.attention.pass_inputs import CACHE
-from visspec.types import Request, State
+from visspec.types import Request
 
-Decoder = LlamaForCausalLM | Qwen2ForCausalLM
-Answer = tuple[Tensor, State | None]  # ids including the prompt, and the state of our loop
 STOCK, STATIC, PLAIN = "transformers_generate", "transformers_static", "plain"
 ORACLE, POLICY = "oracle", "policy"
 
 
-class Size(NamedTuple):
-    """Layers, hidden size, MLP size, query and key heads, vocabulary.
-
-    Args:
-        qwen: Whether there are biases, as in Qwen2.
-    """
-
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    keys: int
-    vocabulary: int
-    qwen: bool = False
-
-    def config(self, room: int) -> LlamaConfig | Qwen2Config:
-        """Return the configuration for `room` positions."""
-        kind: type[Any] = Qwen2Config if self.qwen else LlamaConfig
-        sizes = {"vocab_size": self.vocabulary, "hidden_size": self.hidden, "intermediate_size": self.inner}
-        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.keys}
-        ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": False}
-        spread, room_of = 1.3 * self.hidden**-0.5, {"max_position_embeddings": room}
-        return kind(num_hidden_layers=self.layers, initializer_range=spread, **sizes, **heads, **ends, **room_of)
-
-    def build(self) -> type[Decoder]:
-        return Qwen2ForCausalLM if self.qwen else LlamaForCausalLM
-
-    def model(self, device: str, dtype: torch.dtype, room: int) -> Decoder:
-        """Return a decoder with weights drawn on the device."""
-        with torch.random.fork_rng(), torch.device(device):
-            torch.manual_seed(0)
-            model = self.build()._from_config(self.config(room), dtype=dtype, attn_implementation="sdpa").eval()
-            with torch.no_grad():
-                table = torch.nn.init.normal_(model.model.embed_tokens.weight, std=4.0)
-                model.lm_head.weight.copy_(table.roll(1, 0) / self.hidden**0.5)
-        model.generation_config = GenerationConfig(pad_token_id=0)
-        return model
+def config_of(
+    kind: type[LlamaConfig | Qwen2Config], layers: int, hidden: int, inner: int, heads: int, keys: int, vocabulary: int
+) -> LlamaConfig | Qwen2Config:
+    """Return a configuration: layers, hidden size, MLP size, query and key heads, vocabulary. Qwen2 has biases."""
+    return kind(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_attention_heads=heads,
+        num_key_value_heads=keys,
+        vocab_size=vocabulary,
+        initializer_range=1.3 * hidden**-0.5,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
 
 
 SIZES = {
-    "llava-1.6-7b": Size(32, 4096, 11008, 32, 32, 32064),  # with Vicuna
-    "qwen2.5-vl-7b": Size(28, 3584, 18944, 28, 4, 152064, qwen=True),
-    "janus-pro-7b": Size(30, 4096, 11008, 32, 32, 16384),  # with its head for codes
-    "llamagen-xl": Size(36, 1280, 3584, 20, 20, 16384),
-    "tiny": Size(2, 64, 96, 4, 1, 128, qwen=True),  # for a quick test
+    "llava-1.6-7b": config_of(LlamaConfig, 32, 4096, 11008, 32, 32, 32064),  # with Vicuna
+    "qwen2.5-vl-7b": config_of(Qwen2Config, 28, 3584, 18944, 28, 4, 152064),
+    "janus-pro-7b": config_of(LlamaConfig, 30, 4096, 11008, 32, 32, 16384),  # with its head for codes
+    "llamagen-xl": config_of(LlamaConfig, 36, 1280, 3584, 20, 20, 16384),
+    "tiny": config_of(Qwen2Config, 2, 64, 96, 4, 1, 128),  # for a quick test
 }
+
+
+def random_decoder(name: str, device: str, dtype: torch.dtype, room: int) -> PreTrainedModel:
+    """Return a decoder of one of SIZES for `room` positions, with weights drawn on the device."""
+    config = copy.deepcopy(SIZES[name])
+    config.max_position_embeddings = room
+    with torch.random.fork_rng(), torch.device(device):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
+        with torch.no_grad():
+            table = torch.nn.init.normal_(model.model.embed_tokens.weight, std=4.0)
+            model.lm_head.weight.copy_(table.roll(1, 0) / config.hidden_size**0.5)
+    model.generation_config = GenerationConfig(pad_token_id=0)
+    return model
 
 
 @dataclass(kw_only=True)
@@ -112,28 +102,25 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
     draft-length policy starts untrained. Raises ValueError for fewer than two tokens.
 
     `speedup` is for whole calls over transformers' generate, `decode_over_*` without the prompt. `ideal_speedup` is tau
-    / (v + c + o) in passes over one node, where o is the part of our plain round outside the pass; `over_pass` is the
-    measured value in that unit. `attention` is the way our passes attend. `identical` of `compared` rows equal
-    transformers'. `length_share` is tau of the policy over that of `levels` drafts. `bytes_bound` is the time to read
-    the weights at read bandwidth over that of a pass. On a GPU there are also `pass_ms` and `host_share`, the part of a
-    pass until the host has issued it.
+    / (v + c + o) in passes over one node, where o is the part of our plain round outside the pass. `attention` is the
+    way our passes attend. `identical` of `compared` rows equal transformers'. `length_share` is tau of the policy over
+    that of `levels` drafts. On a GPU there is also `ms_per_token`.
     """
     prompt, new, levels = arguments.prompt, arguments.max_new_tokens, arguments.levels
     if new < 2:
         raise ValueError(f"max_new_tokens: got {new}, expected at least 2.")
-    rows, where, failures = [], {}, []
+    rows: list[dict[str, Any]] = []
+    where, failures = {}, []
     for name in arguments.sizes:
-        size = SIZES[name]
-        model = size.model(resolve_device(arguments.device), getattr(torch, arguments.dtype), prompt + new + levels + 1)
+        dtype, room = getattr(torch, arguments.dtype), prompt + new + levels + 1
+        model = random_decoder(name, resolve_device(arguments.device), dtype, room)
         where = provenance(model, repeats=arguments.repeats)
         for batch in tqdm(arguments.batch, desc=f"bench sizes {name}", leave=False):
             try:
-                case: Any = SizeCase(model, batch, prompt, new, levels)
-                results = case.rows(arguments.acceptance, arguments.repeats)
-                rows += [{"size": name, "layers": size.layers} | row for row in results]
+                results = SizeCase(model, batch, prompt, new, levels).rows(arguments.acceptance, arguments.repeats)
+                rows += [{"size": name, "layers": SIZES[name].num_hidden_layers} | row for row in results]
             except RuntimeError as error:  # mostly out of memory; results so far are kept
                 failures.append(f"{name}, batch {batch}: {error}")
-            case = None
             if where.get("cuda"):
                 torch.cuda.empty_cache()
         del model
@@ -144,110 +131,92 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
 
 
 class SizeCase:
-    """One model at one batch size. A prompt is a number that seeds its ids."""
+    """One model at one batch size. A prompt is a number that seeds its ids, with the model's inputs."""
 
-    def __init__(self, model: Decoder, batch: int, length: int, new: int, levels: int):
+    def __init__(self, model: PreTrainedModel, batch: int, length: int, new: int, levels: int):
         self.model, self.batch, self.length, self.new, self.levels = model, batch, length, new, levels
-        self.cuda, self.wait = model.device.type == "cuda", waiter(model.device)
-        self.vocabulary = model.config.vocab_size
-        self.static: StaticCache | None = None
+        self.cuda = model.device.type == "cuda"
+        self.options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new}
+        self.plain = accelerate(model, None)
         self.known: dict[int, Tensor] = {}
-        self.plain = self.accelerate(None)
-        self.drafters: dict[str, Oracle] = {}
-        self.fast: dict[str, Accelerated] = {}
 
-    def accelerate(self, drafter: Oracle | None) -> Accelerated:
-        """Accelerate the model with a drafter, whose traits determine whether a policy chooses lengths."""
-        adaptive = drafter is not None and drafter.traits.adaptive_depth
-        return accelerate(self.model, drafter, adaptive=adaptive, levels=self.levels)
+    def prompt(self, number: int) -> Prompt:
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(1, self.model.config.vocab_size, (self.batch, self.length), generator=generator)
+        ids = ids.to(self.model.device)
+        return number, {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
-    def ids(self, prompt: int) -> Tensor:
-        generator = torch.Generator().manual_seed(prompt)
-        return torch.randint(1, self.vocabulary, (self.batch, self.length), generator=generator).to(self.model.device)
-
-    def answer(self, prompt: int) -> Tensor:
+    def answer(self, prompt: Prompt) -> Tensor:
         """Return transformers' greedy answer, (B, T)."""
-        if prompt not in self.known:
-            self.known[prompt] = self.stock(self.ids(prompt), self.new)[0][:, self.length :]
-        return self.known[prompt]
+        number, inputs = prompt
+        if number not in self.known:
+            model: Any = self.model
+            self.known[number] = model.generate(**inputs, **self.options)[:, self.length :]
+        return self.known[number]
 
-    def stock(self, ids: Tensor, new: int, **more: StaticCache) -> Answer:
-        return self.model.generate(**self.options(ids, new), **more), None
+    def oracle_arm(self, acceptance: float, adaptive: bool) -> speed.Arm:
+        """Return our loop with an oracle. If `adaptive`, every call has a new draft-length policy."""
 
-    def with_static_cache(self, ids: Tensor, new: int) -> Answer:
-        """Run with a static cache, for which transformers compiles passes on a GPU."""
-        if self.static is None:
-            self.static = StaticCache(config=self.model.config, max_cache_len=self.length + self.new)
-        self.static.reset()
-        return self.stock(ids, new, **{CACHE: self.static})
+        def build() -> tuple[Oracle, CaptionArm]:
+            oracle = Oracle(levels=self.levels, adaptive=adaptive)
+            fast = accelerate(self.model, oracle, adaptive=adaptive, levels=self.levels)
+            return oracle, CaptionArm(fast, self.options, seed=0)
 
-    def ours(self, ids: Tensor, new: int, arm: str = "") -> Answer:
-        result = (self.fast[arm] if arm else self.plain).run(**self.options(ids, new))
-        return result.output, result.state
+        built = build()
 
-    def time_drafted(self, arm: str, prompt: int) -> speed.ArmRun:
-        if arm not in self.fast or arm.startswith(POLICY):
-            self.drafters[arm] = Oracle(levels=self.levels, adaptive=arm.startswith(POLICY))
-            self.fast[arm] = self.accelerate(self.drafters[arm])
-        drafts_BT = erring(self.answer(prompt), acceptance_of(arm), self.vocabulary, seed=prompt)
-        self.drafters[arm].drafts_BT = drafts_BT
-        return self.time_calls(partial(self.ours, arm=arm), prompt)
+        def arm(prompt: Prompt) -> speed.ArmRun:
+            oracle, run = build() if adaptive else built
+            vocabulary = self.model.config.vocab_size
+            oracle.drafts_BT = erring(self.answer(prompt), acceptance, vocabulary, seed=prompt[0])
+            return run(prompt)
 
-    def options(self, ids: Tensor, new: int) -> dict[str, Any]:
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": new}
-
-    def time_calls(self, call: Callable[[Tensor, int], Answer], prompt: int) -> speed.ArmRun:
-        """Time a call for one token and one for all of them."""
-        ids = self.ids(prompt)
-        first, _ = seconds_of(partial(call, ids, 1), self.wait)
-        whole, (output, state) = seconds_of(partial(call, ids, self.new), self.wait)
-        tokens = output[:, self.length :].tolist()
-        return speed.ArmRun(whole, tokens, first, *([] if state is None else [state.trace.times, state.trace.rounds]))
+        return arm
 
     def rows(self, acceptance: Sequence[float], repeats: int) -> list[dict[str, Any]]:
-        arms: dict[str, Callable[[int], speed.ArmRun]] = {
-            STOCK: partial(self.time_calls, self.stock),
-            STATIC: partial(self.time_calls, self.with_static_cache),
-            PLAIN: partial(self.time_calls, self.ours),
+        arms: dict[str, speed.Arm] = {
+            STOCK: StockCaptionArm(self.model, self.options, seed=0),
+            STATIC: StockCaptionArm(self.model, self.options | {"cache_implementation": "static"}, seed=0),
+            PLAIN: CaptionArm(self.plain, self.options, seed=0),
         }
-        drafted = [f"{kind} {a:g}" for kind in (ORACLE, POLICY) for a in acceptance]
-        arms |= {name: partial(self.time_drafted, name) for name in drafted}
-        runs, failures = speed.interleave(arms, list(range(repeats)), [repeats])
+        given = {f"{kind} {a:g}": (a, kind == POLICY) for kind in (ORACLE, POLICY) for a in acceptance}
+        arms |= {name: self.oracle_arm(*one) for name, one in given.items()}
+        runs, failures = speed.interleave(arms, [*map(self.prompt, range(repeats))], [self.prompt(repeats)])
         if not runs[STOCK]:
             raise RuntimeError(failures[0])
         passes = self.passes()
-        return [self.row(name, runs, passes) | {"failures": failures} for name in runs]
+        return [self.row(name, runs, passes, given.get(name, [None])[0]) | {"failures": failures} for name in runs]
 
-    def row(self, name: str, runs: dict[str, list[speed.ArmRun]], passes: dict[str, Any]) -> dict[str, Any]:
+    def row(
+        self, name: str, runs: dict[str, list[speed.ArmRun]], passes: dict[str, float], acceptance: float | None
+    ) -> dict[str, Any]:
         found, against = runs[name], speed.compare(runs[STOCK], runs[name])
-        acceptance = acceptance_of(name) if name in self.fast else None
-        reach = speed.tau(found)["tau"] if acceptance is not None else None
-        each = [sum(run.seconds - run.first for run in part) for part in (found, runs[PLAIN])]
-        rounds = [sum(len(run.rounds) for run in part) for part in (found, runs[PLAIN])]
-        row: dict[str, Any] = {"arm": name, "batch_size": self.batch, "given_acceptance": acceptance, "tau": reach}
-        row["expected_tau"] = None if acceptance is None else expected_tau(acceptance, self.levels)
-        if reach is not None and name.startswith(POLICY):
-            row["length_share"] = reach / speed.tau(runs[f"{ORACLE} {acceptance:g}"])["tau"]
+        decoding = sum(run.seconds - run.first for run in found)
+        row: dict[str, Any] = {"arm": name, "batch_size": self.batch, "given_acceptance": acceptance}
+        row |= {"tau": None, "expected_tau": None, "attention": str(self.plain.target.masks.backend)}
         row |= {key: against[key] for key in ("speedup", "speedup_ci95", "speedup_decode_only")}
-        row["identical"] = sum(a == b for s, f in zip(runs[STOCK], found) for a, b in zip(s.tokens, f.tokens))
-        row["compared"] = len(found) * self.batch
-        row["ms_per_token"] = 1e3 * each[0] / max(len(found) * (self.new - 1), 1) if self.cuda else None
-        row["attention"] = str(self.plain.target.masks.backend)
         for other in (STATIC, PLAIN):
             row[f"decode_over_{other}"] = speed.compare(runs[other], found)["speedup_decode_only"]
-        if reach is not None:
-            v = passes["verify_over_plain"]
-            c = sum(run.stages.get("draft", 0.0) for run in found) / max(rounds[0], 1) / passes["seconds"]
-            o = max(0.0, each[1] / max(rounds[1], 1) / passes["seconds"] - 1)
-            row |= {"verify_over_plain": v, "draft_over_plain": c, "host_over_plain": o}
-            row["over_pass"] = passes["seconds"] * len(found) * (self.new - 1) / each[0]
-            row["ideal_speedup"] = reach / (v + c + o)
-        return row | {key: passes[key] for key in ("pass_ms", "host_share", "bytes_bound", "law_error")}
+        row["identical"] = sum(a == b for s, f in zip(runs[STOCK], found) for a, b in zip(s.tokens, f.tokens))
+        row["compared"] = len(found) * self.batch
+        row["ms_per_token"] = 1e3 * decoding / (len(found) * (self.new - 1)) if self.cuda else None
+        row["law_error"] = passes["law_error"]
+        if acceptance is None:
+            return row
+        tau, seconds = speed.tau(found)["tau"], passes["seconds"]
+        if name.startswith(POLICY):
+            row["length_share"] = tau / speed.tau(runs[f"{ORACLE} {acceptance:g}"])["tau"]
+        plain_rounds = sum(len(run.rounds) for run in runs[PLAIN])
+        v = passes["verify_over_plain"]
+        c = sum(run.stages.get("draft", 0.0) for run in found) / sum(len(run.rounds) for run in found) / seconds
+        o = max(0.0, sum(run.seconds - run.first for run in runs[PLAIN]) / plain_rounds / seconds - 1)
+        row |= {"tau": tau, "expected_tau": expected_tau(acceptance, self.levels), "ideal_speedup": tau / (v + c + o)}
+        return row | {"verify_over_plain": v, "draft_over_plain": c, "host_over_plain": o}
 
     @torch.inference_mode()
-    def passes(self) -> dict[str, Any]:
-        """Time a pass over one node and one over a draft, alone, and the host's share."""
-        target, ids, answer = self.plain.target, self.ids(0), self.answer(0)
+    def passes(self) -> dict[str, float]:
+        """Time a pass over one node and one over a draft, alone, and compare its distributions with a stock pass."""
+        target, prompt = self.plain.target, self.prompt(0)
+        ids, answer = prompt[1]["input_ids"], self.answer(prompt)
         options = {"attention_mask": torch.ones_like(ids), "use_cache": True}
         state, _ = open_request(target, Exact(), Request(options, ids, self.new))
         single = trees.empty_draft(state.pending)
@@ -258,26 +227,8 @@ class SizeCase:
         spread = (whole - whole.mean(dim=-1, keepdim=True)).norm(dim=-1)
         error = ((logits - whole).norm(dim=-1) / spread).max()
         calls = {1: lambda: target.verify(state, single), 2: lambda: target.verify(state, chain)}
-        seconds = median_seconds(calls, 9, self.wait)
-        record: dict[str, Any] = dict.fromkeys(("pass_ms", "host_share"))
-        record |= {"seconds": seconds[1], "verify_over_plain": seconds[2] / seconds[1], "law_error": float(error)}
-        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        record["bytes_bound"] = weights / read_bandwidth(self.model.device) / seconds[1]
-        if self.cuda:
-            record["pass_ms"] = 1e3 * seconds[1]
-            record["host_share"] = min(1.0, median(issue_times(lambda _: calls[1](), self.wait)) / seconds[1])
-        return record
-
-
-def read_bandwidth(device: torch.device) -> float:
-    """Return the bytes per second at which a device reads a large tensor, measured by its sum."""
-    source = torch.ones((256 if device.type == "cuda" else 32) << 18, device=device)
-    return 4 * source.numel() / median_seconds({0: source.sum}, 9, waiter(device))[0]
-
-
-def acceptance_of(arm: str) -> float:
-    """Return the acceptance of an arm with an oracle, the last word of its name."""
-    return float(arm.split()[-1])
+        seconds = median_seconds(calls, 9, waiter(self.model.device))
+        return {"seconds": seconds[1], "verify_over_plain": seconds[2] / seconds[1], "law_error": float(error)}
 
 
 def expected_tau(acceptance: float, levels: int) -> float:
@@ -289,16 +240,15 @@ COLUMNS: dict[str, Cell] = {
     "size": "{size}", "batch": "{batch_size}", "arm": lambda row: row["arm"].removeprefix("transformers_"),
     "tau (expected)": "{tau:.2f} ({expected_tau:.2f})", "speed-up": "{speedup:.2f}",
     "over static": f"{{decode_over_{STATIC}:.2f}}", "over plain": f"{{decode_over_{PLAIN}:.2f}}",
-    "over pass": "{over_pass:.2f}", "tau/(v+c+o)": "{ideal_speedup:.2f}", "length": "{length_share:.2f}",
-    "bytes": "{bytes_bound:.2f}", "same": "{identical}/{compared}",
+    "tau/(v+c+o)": "{ideal_speedup:.2f}", "length": "{length_share:.2f}", "same": "{identical}/{compared}",
 }  # fmt: skip
-TIMES: dict[str, Cell] = {"ms a token": "{ms_per_token:.2f}", "pass, ms": "{pass_ms:.2f}", "host": "{host_share:.2f}"}
 
 
 def view(record: dict[str, Any]) -> Table:
     """Return the table of a record, with absolute times only on a GPU."""
     timed = any(row["ms_per_token"] is not None for row in record["rows"])
-    caption = "speed-up: whole calls over transformers' generate; the next three without the prompt"
+    caption = "speed-up: whole calls over transformers' generate; the next two without the prompt"
     caption += "".join(f"\nfailed: {failure}" for failure in record.get("failures", ()))
     title = f"real sizes, random weights; {record['prompt']} + {record['max_new_tokens']} ids"
-    return table(title, record["rows"], COLUMNS | (TIMES if timed else {}), caption, left=["arm"])
+    columns = COLUMNS | ({"ms a token": "{ms_per_token:.2f}"} if timed else {})
+    return table(title, record["rows"], columns, caption, left=["arm"])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from visspec.cli.arguments import ModelOptions, RayOptions, SamplingOptions, load
 from visspec.io import included
-from visspec.io.files import Journal, replacing
+from visspec.io.files import Journal, Json, replacing
 from visspec.io.options import Count, Positive, number, option
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def settings(arguments: Options, request: str, options: dict[str, Any]) -> dict[
     return about | {"guarantee": registry.rule(rule).traits.guarantee}
 
 
-def read_schema(path: Path) -> Any:
+def read_schema(path: Path) -> Json:
     """Read the schema in a file. Raises ValueError if it can't be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))

@@ -3,18 +3,28 @@
 Captions of two worlds by transformers' generate and by ours, and pictures with a map of what was drafted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from visspec import registry
+from visspec.api import loading
+from visspec.api.captions import PROMPT, prepare
+from visspec.api.grid import origin_image
+from visspec.api.text.accelerate import accelerate
+from visspec.eval.bench.clock import seconds_of
+from visspec.eval.bench.paired import geometric_mean, in_words
+from visspec.eval.report.images import data_uri
+from visspec.eval.report.rendering import write_page
+from visspec.io import included
 from visspec.io.options import Positive, option
-
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from visspec.loop.stats import COLOURS, MEANING
 
 WORLDS = {"shapes": ("captioner", "vispec"), "emoji": ("captioner-emoji", "vispec-emoji")}
 PUBLISHED = ("captioner-smollm2", "auto")  # used for shapes if `make real` has downloaded the language model
@@ -31,18 +41,25 @@ FIRST = 206  # first held-out scene; from here, each captioner describes four wi
 class Section:
     """The results of one world's captions, or of all pictures. `figures` are data URIs and pieces of captions."""
 
-    world: str = ""
-    summary: str = ""
+    view: Table
     figures: list[tuple[list[str], list[tuple[str, str]]]] = field(default_factory=list)
     ratios: list[float] = field(default_factory=list)
     equal: int = 0
+    summary: str = ""
 
-    def add(self, view: Table, name: str, slow: float, fast: float, tau: float, same: bool) -> None:
+    def add(self, name: str, slow: float, fast: float, tau: float, same: bool) -> None:
         """Count one caption or picture, and show it in a row. `slow` and `fast` are seconds."""
         self.equal += same
         self.ratios.append(slow / fast)
         times = (f"{1e3 * seconds:.0f} ms" for seconds in (slow, fast))
-        view.add_row(name, *times, f"{slow / fast:.2f}", f"{tau:.2f}", "yes" if same else "NO")
+        self.view.add_row(name, *times, f"{slow / fast:.2f}", f"{tau:.2f}", "yes" if same else "NO")
+
+    def end(self, console: Console, what: str, against: str, same: str) -> None:
+        """Print the rows and a summary."""
+        count, ratio = len(self.ratios), in_words(geometric_mean(self.ratios))
+        self.summary = f"{count} {what} against {against} on {torch.get_num_threads()} threads: {ratio}; "
+        self.summary += f"{self.equal} of {count} {same}."
+        console.print(self.view, self.summary, "", sep="\n")
 
 
 @dataclass(kw_only=True)
@@ -56,56 +73,24 @@ class Options:
 
 def run(arguments: Options) -> int:
     """Run the demo and write out/index.html. Returns 0 if all words and pictures are equal."""
-    import torch
-    from rich.console import Console
-
-    from visspec.eval.bench.paired import geometric_mean, in_words
-    from visspec.eval.report.rendering import write_page
-    from visspec.loop.stats import COLOURS, MEANING
-
-    console, count, out = Console(), arguments.count, arguments.out
-    out.mkdir(parents=True, exist_ok=True)
-    threads, same, sections = torch.get_num_threads(), True, []
-    for name in [arguments.world] if arguments.world else WORLDS:
-        section = caption_section(name, count, console)
-        section.summary = (
-            f"{count} captions of {name} against transformers' generate on {threads} threads: "
-            f"{in_words(geometric_mean(section.ratios))}; {section.equal} of {count} word for word the same."
-        )
-        console.print(section.summary, "\n")
-        sections.append(section)
-        same = same and section.equal == count
+    console, page = Console(), arguments.out / "index.html"
+    worlds = [arguments.world] if arguments.world else WORLDS
+    captions = [caption_section(name, arguments.count, console) for name in worlds]
     console.print(" ".join(f"[{COLOURS[name]}]■[/] {meaning}" for name, meaning in MEANING.items()))
     drawn = [] if arguments.world else [draw_pictures(console)]
-    same = same and all(section.equal == len(section.figures) for section in drawn)
-    groups = {"Same words, fewer passes": sections, "Same pictures, fewer passes": drawn}
-    write_page(out / "index.html", "demo", {"groups": groups})
-    console.print(f"page: {out / 'index.html'}")
-    return 0 if same else 1
+    page.parent.mkdir(parents=True, exist_ok=True)
+    write_page(page, "demo", {"groups": {"Same words, fewer passes": captions, "Same pictures, fewer passes": drawn}})
+    console.print(f"page: {page}")
+    return 0 if all(section.equal == len(section.ratios) for section in captions + drawn) else 1
 
 
 def captioner_of(world: str) -> tuple[str, str]:
     """Return the captioner of a world and its drafter; for shapes the one around SmolLM2, if available."""
-    from visspec.io import included
-
     return PUBLISHED if world == "shapes" and (included.PUBLISHED / "smollm2").is_dir() else WORLDS[world]
 
 
 def caption_section(name: str, count: int, console: Console) -> Section:
     """Caption held-out scenes of a world with transformers' generate and ours, and print them one by one."""
-    import torch
-    from PIL import Image
-    from rich.table import Table
-    from rich.text import Text
-
-    from visspec.api import loading
-    from visspec.api.captions import PROMPT, prepare
-    from visspec.api.text.accelerate import accelerate
-    from visspec.eval.bench.clock import seconds_of
-    from visspec.eval.report.images import data_uri
-    from visspec.io import included
-    from visspec.loop.stats import COLOURS
-
     images = included.scenes(name).images(count + 1, first=FIRST - 1)
     captioner, drafter = captioner_of(name)
     model, processor = loading.load(captioner)
@@ -114,31 +99,23 @@ def caption_section(name: str, count: int, console: Console) -> Section:
     other, *inputs = [prepare(processor, [image], PROMPT, model) for image in images]
     for generate in (model.generate, fast.generate, fast.generate):  # another scene, because drafters remember answers
         generate(**other, **options)
-    view, section = Table(name, "transformers", "visspec", "faster", "tau", "same words"), Section(name)
+    section = Section(Table(name, "transformers", "visspec", "faster", "tau", "same words"))
     for i, (image, prompt) in enumerate(zip(images[1:], inputs), 1):
         slow, stock = seconds_of(partial(model.generate, **prompt, **options))
         quick, ours = seconds_of(partial(fast.run, **prompt, **options))
         pieces = ours.stats.pieces[0]
         console.print(f"[bold]{name} {i}[/bold] ", Text.assemble(*((p, COLOURS[o]) for p, o in pieces)), "\n")
-        section.add(view, str(i), slow, quick, ours.stats.tau, torch.equal(stock, ours.output))
+        section.add(str(i), slow, quick, ours.stats.tau, torch.equal(stock, ours.output))
         section.figures.append(([data_uri(image.resize((SIDE, SIDE), Image.Resampling.NEAREST), True)], pieces))
-    console.print(view)
+    section.end(console, f"captions of {name}", "transformers' generate", "word for word the same")
     return section
 
 
 def draw_pictures(console: Console) -> Section:
     """Draw the pictures of PAINTERS by plain decoding and accelerated, each with the map of its token origins."""
-    import torch
-    from rich.table import Table
+    from visspec.api.images.pipeline import ImagePipeline  # imports diffusers, which takes seconds
 
-    from visspec import registry
-    from visspec.api.grid import origin_image
-    from visspec.api.images.pipeline import ImagePipeline
-    from visspec.eval.bench.clock import seconds_of
-    from visspec.eval.bench.paired import geometric_mean, in_words
-    from visspec.eval.report.images import data_uri
-
-    section, view = Section(), Table("picture", "plain decoding", "visspec", "faster", "tau", "same picture")
+    section = Section(Table("picture", "plain decoding", "visspec", "faster", "tau", "same picture"))
     for painter, prompts in PAINTERS.items():
         pipe = ImagePipeline.from_pretrained(painter)
         presets = (registry.preset(name, "codes") for name in ("plain", PRESET))
@@ -150,13 +127,8 @@ def draw_pictures(console: Console) -> Section:
             slow, expected = seconds_of(partial(plain, prompt, seed=i))
             quick, made = seconds_of(partial(fast, prompt, seed=i))
             same = expected.images[0].tobytes() == made.images[0].tobytes()
-            section.add(view, f"{painter} {i + 1}", slow, quick, made.stats[0].tau, same)
+            section.add(f"{painter} {i + 1}", slow, quick, made.stats[0].tau, same)
             shown = made.images[0].resize((SIDE, SIDE)), origin_image(made.maps[0], SIDE)
             section.figures.append(([data_uri(image, True) for image in shown], [(prompt, "")]))
-    console.print(view)
-    section.summary = (
-        f"{len(section.ratios)} pictures against plain decoding in the same loop on {torch.get_num_threads()} threads: "
-        f"{in_words(geometric_mean(section.ratios))}; {section.equal} of {len(section.ratios)} the same picture."
-    )
-    console.print(section.summary)
+    section.end(console, "pictures", "plain decoding in the same loop", "the same picture")
     return section

@@ -1,4 +1,4 @@
-"""`visspec eval METRIC`: the metrics of `visspec.eval.metrics` for folders of images, as a table and as JSON.
+"""`visspec eval METRIC`: the metrics of `visspec.eval.metrics` for folders of images, printed and as JSON.
 
 The extractor, detector or model is an option, and its name is part of the metric's. Metrics that evaluate image by
 image append rows to a file next to the images (`--results`) and continue from it.
@@ -76,11 +76,8 @@ class GenEvalOptions(JudgedOptions):
 
 
 def run(arguments: MetricOptions) -> int:
-    """Measure, print a table, and write the JSON with provenance. Returns the exit code."""
+    """Measure, print the figures, and write the JSON with provenance. Returns the exit code."""
     import torch
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
 
     from visspec.api.loading import resolve_device
     from visspec.api.sources import need
@@ -95,13 +92,10 @@ def run(arguments: MetricOptions) -> int:
     result = METRICS[arguments.what][1](arguments)
     row = {"metric": result.pop("name"), "value": result.pop("value"), "n": result.pop("n")}
     row |= {"n_reference": result.pop("n_reference")} | result if "n_reference" in result else result
-    view = Table("", "", show_header=False)
     for name, value in row.items():
         if name not in ("problems", "extractor", "fingerprint"):
             for key, text in value.items() if isinstance(value, dict) else [("", value)]:
-                shown = f"{text:.6g}" if isinstance(text, float) else escape(str(text))
-                view.add_row(escape(f"{name} {key}".strip()), shown)
-    Console().print(view)
+                print(f"{f'{name} {key}':24} {f'{text:.6g}' if isinstance(text, float) else text}")
     for problem in row.get("problems", ()):
         print(f"visspec: {problem}", file=sys.stderr)
     write_json(arguments.json, row | {"provenance": provenance(device=torch.device(arguments.device))})
@@ -153,8 +147,8 @@ def metadata_of(prompts: Path) -> list[Row]:
         raise ValueError(why) from None
 
 
-def check_images(argument: str, folder: Path, least: int) -> None:
-    """Raise ValueError with the argument's name if a folder has fewer images."""
+def check_images(argument: str, folder: Path, least: int) -> int:
+    """Return the number of images in a folder. Raises ValueError with the argument's name if there are fewer."""
     from visspec.io.images import image_files
 
     try:
@@ -163,6 +157,7 @@ def check_images(argument: str, folder: Path, least: int) -> None:
         raise ValueError(f"{argument}: got {folder}, expected a {FOLDER} ({error}).") from None
     if count < least:
         raise ValueError(f"{argument}: got {folder} of {count} images, expected at least {least}.")
+    return count
 
 
 def read_prompts(path: Path) -> list[Row]:

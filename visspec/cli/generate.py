@@ -6,7 +6,6 @@ With --ray several processes draw, and FOLDER/images.jsonl lists the images.
 from __future__ import annotations
 
 import hashlib
-import io
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -218,15 +217,16 @@ class RecordImages:
             return [row for record in records for row in self._tried([record])]
 
     def _drawn(self, records: list[Record]) -> Iterator[dict[str, Any]]:
+        from visspec.io.images import png_bytes
+
         rows = [self._row(record) for record in records]
         texts, seeds = [str(record.prompt) for record in records], [row["seed"] for row in rows]
         left = iter(rows)
         for part in self.pipe.stream(texts, seed=seeds, **self.options):
             measured = {name: getattr(part.stats[0], name) for name in MEASURED}
             for i, image in enumerate(part.images):
-                image.save(file := io.BytesIO(), format="PNG")
                 counts = {"tokens": part.tokens[i].numel(), "rounds": int(part.passes[i].max())}
-                yield next(left) | {"image": file.getvalue(), **counts, **measured}
+                yield next(left) | {"image": png_bytes(image), **counts, **measured}
 
     def _row(self, record: Record, error: str | None = None) -> dict[str, Any]:
         from visspec.api.sources import seed_of

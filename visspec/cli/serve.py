@@ -6,12 +6,13 @@ import socket
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from visspec.cli.arguments import ModelOptions, load
 from visspec.io.options import Positive, number, option
 
 KEY = "VISSPEC_API_KEY"
+LOCAL = ("127.0.0.1", "localhost", "::1")
 Port = Annotated[int, number(int, lambda value: 0 <= value < 1 << 16, "a number from 0 to 65535")]
 
 
@@ -39,7 +40,7 @@ def run(arguments: Options) -> int:
         raise ValueError("--prefix-cache: got it with --batch-invariant. Leave one of them out.")
     _, _, uvicorn = (need(package, "serve", "serve") for package in ("fastapi", "openai", "uvicorn"))
     from visspec.api.images.pipeline import ImagePipeline
-    from visspec.api.server.app import LOCAL, Service, application
+    from visspec.api.server.app import Service, application
     from visspec.api.server.worker import TextWorker
     from visspec.io import included
 
@@ -50,14 +51,14 @@ def run(arguments: Options) -> int:
         raise ValueError(f"--host, --port: can't listen on {host}, {port} ({error}).") from None
     fast, processor = load(arguments)
     if arguments.image_model is not None:
-        how: dict[str, Any] = {"batch_invariant": arguments.batch_invariant, **arguments.hardware}
-        pipe = ImagePipeline.from_pretrained(arguments.image_model, **how)
+        invariant = arguments.batch_invariant
+        pipe = ImagePipeline.from_pretrained(arguments.image_model, batch_invariant=invariant, **arguments.hardware)
         pipe.set_progress_bar_config(disable=True)
     sizes = {name: getattr(arguments, name) for name in ("slots", "max_new_tokens", "max_pixels", "prefix_cache")}
     text = TextWorker(arguments.model or included.text_model(), fast, processor, **sizes)
-    limits = {"local": host in LOCAL, "places": arguments.places, "max_body": arguments.max_body}
-    app = application(Service(text, pipe, arguments.image_model), key=key, **limits)
-    if key is None and host not in LOCAL:
+    service, local = Service(text, pipe, arguments.image_model), host in LOCAL
+    app = application(service, key=key, local=local, places=arguments.places, max_body=arguments.max_body)
+    if key is None and not local:
         print(f"visspec: anyone who can reach {host} can use this server; set {KEY} to a key", file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises the signal again when it has finished
     with suppress(KeyboardInterrupt):  # uvicorn raises it again after Ctrl-C

@@ -21,15 +21,15 @@ from visspec.api.images.pipeline import ImagePipeline
 from visspec.api.sources import Record
 from visspec.api.text.accelerate import accelerate, default_drafter
 from visspec.cli.arguments import SamplingOptions, TargetOptions
-from visspec.cli.bench import BenchOptions, CaptionArm, Cell, in_groups, measured_on, readable, table
-from visspec.cli.bench_image import as_arguments, bench, fitting
+from visspec.cli.bench import BenchOptions, CaptionArm, Cell, Prompt, in_groups, measured_on, readable, table
+from visspec.cli.bench_image import bench, fitting
 from visspec.cli.bench_text import read_prompts
 from visspec.eval.bench import paired
 from visspec.io.options import Positive, option
 
 PAYS = 1.02  # minimum speed-up of a choice with drafts, as in `loop.draft_length`
 FINALISTS = 3  # number of best predictions that are measured on the other inputs
-PLAIN, PLAIN_IMAGE = "none", "none/exact"
+PLAIN = "none"
 TREE = "width=4"  # compared with chains, for drafters that grow trees
 FIGURES = [f"{what}_{figure}" for what in ("predicted", "measured") for figure in ("speedup", "ci95")]  # of the choice
 DRAFTS = [f"image-eagle:{shape}" for shape in ("levels=2", "levels=4", "levels=8", "tree=dynamic", "tree=static")]
@@ -118,8 +118,8 @@ def tune(
     half, rule = len(items) // 2, arguments.acceptance
     specs, lengths = candidates(drafters, model), sorted(set(arguments.lengths))
 
-    def batches(some: Sequence[Record], size: int) -> list[dict[str, Any]]:
-        return [inputs for _, inputs in in_groups(processor, some[: len(some) // size * size], size, model)]
+    def batches(some: Sequence[Record], size: int) -> list[Prompt]:
+        return in_groups(processor, some[: len(some) // size * size], size, model)
 
     firsts, others = ({n: batches(some, n) for n in arguments.batches} for some in (items[:half], items[half:]))
     rows: dict[int, list[dict[str, Any]]] = {}
@@ -146,7 +146,9 @@ def tune(
     return record | arguments.generation
 
 
-def measure(what: str, model: PreTrainedModel, rows: list[dict], inputs: list, warm: dict, arguments: Options) -> None:
+def measure(
+    what: str, model: PreTrainedModel, rows: list[dict], prompts: list[Prompt], warm: Prompt, arguments: Options
+) -> None:
     """Measure rows of one batch size, the first being plain decoding, and store fields with the prefix `what` in them.
     Every row has its own drafter and is warmed up on a batch of other images, `warm`, so that drafters that remember
     earlier requests (`shared=true`) have not seen any image.
@@ -156,7 +158,7 @@ def measure(what: str, model: PreTrainedModel, rows: list[dict], inputs: list, w
         levels = {"acceptance": row["acceptance"], "levels": row["levels"], "adaptive": False}
         fast = accelerate(model, row["drafter"], **levels) if row["levels"] else accelerate(model, None)
         arms[str(number)] = CaptionArm(fast, options, arguments.seed)
-    runs, failures = paired.interleave(arms, list(enumerate(inputs)), [(len(inputs), warm)])
+    runs, failures = paired.interleave(arms, prompts, [warm])
     if failures:
         raise ValueError(f"images: Captioning failed: {failures[0]}")
     for row, found in zip(rows, runs.values()):
@@ -196,14 +198,14 @@ def measure_ways(pipe: ImagePipeline, texts: list[str], found: dict[str, str], s
     rows = {row["name"]: row for row in record["rows"]}
     for row in rows.values():
         row |= {"predicted_speedup": row["over_plain"], "predicted_ci95": row["over_plain_ci95"]}
+    plain = rows["plain"] | {"measured_speedup": 1.0, "measured_ci95": [1.0, 1.0]}
     drafting = [row for name, row in rows.items() if name != "plain"]
     best = [row["name"] for row in sorted(drafting, key=lambda row: -row["over_plain"])][:FINALISTS]
     for row in bench(pipe, texts[half:], {name: found[name] for name in best}, {}, seed + half)["rows"] if best else ():
         rows[row["name"]] |= {"measured_speedup": row["over_plain"], "measured_ci95": row["over_plain_ci95"]}
-    chosen: dict[str, Any] = max((rows[name] for name in best), key=lambda row: row["measured_speedup"], default={})
-    pays = chosen.get("measured_speedup", 0.0) >= PAYS
-    ones = {name: [1.0, 1.0] if name.endswith("ci95") else 1.0 for name in FIGURES}
-    choice = chosen if pays else ones | {"guarantee": "exact", **as_arguments(PLAIN_IMAGE)}
+    chosen = max((rows[name] for name in best), key=lambda row: row["measured_speedup"], default=plain)
+    pays = chosen["measured_speedup"] >= PAYS
+    choice = chosen if pays else plain
     record |= {"bench": "tune", "pays": pays, "n_checked": len(texts) - half}
     record["best_predicted"] = max((rows[name]["over_plain"] for name in best), default=1.0)
     record["choice"] = {name: choice[name] for name in ("drafter", "acceptance", "order")}

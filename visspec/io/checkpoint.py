@@ -60,7 +60,7 @@ def check_choice(name: str, value: object, choices: Collection[str]) -> None:
         raise ValueError(f"{name}: got {shorten(value)}, expected one of {', '.join(choices)}.")
 
 
-def check_positive(name: str, value: Any) -> None:
+def check_positive(name: str, value: float) -> None:
     """Raise ValueError if an entry of a configuration is not a finite number above 0."""
     if type(value) not in (int, float) or not 0 < value < math.inf:
         raise ValueError(f"{name}: got {shorten(value)}, expected a finite number above 0.")

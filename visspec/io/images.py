@@ -3,6 +3,7 @@
 An unreadable file raises an exception that names it (`open_image`) or is added to a list (`iter_images`).
 """
 
+import base64
 import io
 import os
 import re
@@ -22,6 +23,7 @@ UNREAD = {".avif", ".heic", ".heif", ".jxl", ".jp2", ".psd", ".svg", ".dng", ".c
 UNREAD -= set(SUFFIXES)  # image files of unsupported formats
 MAX_PIXELS = 64_000_000
 HEADERS = threading.Lock()
+DATA_URL = re.compile(r"data:image/(png|jpeg|webp|bmp|gif|tiff|avif)(;[^,]*)?;base64,", re.IGNORECASE)
 
 
 def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
@@ -40,6 +42,17 @@ def open_image(path: str | Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
 def read_image(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Like `open_image`, from the content of a file; `name` is used in errors."""
     return _open(io.BytesIO(data), name, max_pixels)
+
+
+def data_url_bytes(url: str, name: str) -> bytes:
+    """Return the file in an image's data URL; `name` is used in errors. Raises ValueError for other URLs."""
+    if (head := DATA_URL.match(url)) is None:
+        form = "a data URL of a PNG, JPEG or WEBP (data:image/png;base64,...)"
+        raise ValueError(f"{name}: got {url[:40]!r} for an image, send {form}. Nothing is fetched.")
+    try:
+        return base64.b64decode(url[head.end() :], validate=True)
+    except ValueError as error:
+        raise ValueError(f"{name}: the base64 of an image cannot be read ({error}).") from None
 
 
 def image_size(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
@@ -93,6 +106,12 @@ def _open(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.I
             white = Image.new("RGBA", image.size, (255, 255, 255, 255))
             image = Image.alpha_composite(white, image)
         return image if image.mode == "RGB" else image.convert("RGB")
+
+
+def png_bytes(image: Image.Image, **options: bool) -> bytes:
+    """Return an image as a PNG file; `options` are those of Pillow."""
+    image.save(file := io.BytesIO(), "PNG", **options)
+    return file.getvalue()
 
 
 def natural_key(path: str | Path) -> list[tuple[int, int, str]]:

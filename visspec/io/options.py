@@ -66,9 +66,6 @@ def add_options(parser: argparse.ArgumentParser, record: type) -> None:
         if get_origin(kind) is list:
             (kind,) = get_args(kind)
             more |= {"action": "append"} if repeat else {"nargs": more.get("nargs", "+")}
-        if get_origin(kind) is tuple:
-            kind, *others = get_args(kind)
-            more["nargs"] = "+" if others == [...] else 1 + len(others)
         if kind is bool:
             more["action"] = "store_true"
         elif get_origin(kind) is Literal:
@@ -83,6 +80,13 @@ def add_options(parser: argparse.ArgumentParser, record: type) -> None:
         name = f"--{one.name.replace('_', '-')}" if len(one.name) > 1 else f"-{one.name}"
         names = [name, short] if short else [name]
         parser.add_argument(*names, dest=one.name, **more)
+
+
+def sampling_arguments(temperature: float) -> dict[str, Any]:
+    """Return arguments of `generate` that sample from the full distribution at a temperature; 0 is greedy."""
+    if temperature == 0:
+        return {"do_sample": False}
+    return {"do_sample": True, "temperature": float(temperature), "top_k": 0, "top_p": 1.0}
 
 
 @dataclass(kw_only=True)

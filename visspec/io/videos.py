@@ -8,7 +8,7 @@ from typing import Any
 
 from PIL import Image
 
-from visspec.io.images import MAX_PIXELS, open_image
+from visspec.io.images import MAX_PIXELS, open_image, read_image
 
 SUFFIXES = (".mp4", ".mov", ".m4v", ".webm", ".mkv", ".avi")
 CONTAINERS = "mov,matroska,avi"  # ffmpeg's demuxers, without playlists, which refer to other files
@@ -23,10 +23,18 @@ class Clip:
     metadata: dict[str, Any]
 
 
-def open_media(path: str | Path, max_pixels: int = MAX_PIXELS, frames: int = FRAMES) -> Image.Image | Clip:
-    """Open an image (`images.open_image`) or a video (`read_clip`), by the file's name."""
-    is_video = Path(path).suffix.lower() in SUFFIXES
-    return read_clip(path, frames, max_pixels) if is_video else open_image(path, max_pixels)
+def open_media(
+    source: str | Path | bytes | Image.Image, name: str = "", max_pixels: int = MAX_PIXELS, frames: int = FRAMES
+) -> Image.Image | Clip:
+    """Open an image or a video: a file (`images.open_image`, or `read_clip` by the file's name), the content of an
+    image file (`images.read_image`), or an image that is open.
+    """
+    if isinstance(source, bytes):
+        return read_image(source, name, max_pixels)
+    if not isinstance(source, (str, Path)):
+        return source
+    is_video = Path(source).suffix.lower() in SUFFIXES
+    return read_clip(source, frames, max_pixels) if is_video else open_image(source, max_pixels)
 
 
 def read_clip(path: str | Path, frames: int = FRAMES, max_pixels: int = MAX_PIXELS) -> Clip:

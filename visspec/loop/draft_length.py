@@ -255,7 +255,7 @@ class DraftLengthPolicy:
 
 
 class FixedLength(DraftLengthPolicy):
-    """As many levels as there may be, in every round."""
+    """Always drafts the maximum depth."""
 
     def depth(self, state: State) -> int:
         state.trace.requested = self.limit(state)

@@ -1,6 +1,8 @@
-"""Orders of an image's places for any-order targets. The loop decodes them as any sequence: a node is a rank. Every
-order is a different joint distribution, unless the model is consistent between orders. Decoding is exact for the chosen
-order. Distant places depend little on each other, so codes drafted for them are accepted more often.
+"""Orders of an image's places for any-order targets.
+
+A node of the loop is a rank in the order. Every order has its own joint distribution, unless the model is consistent
+between orders, and decoding is exact for the chosen order. Distant places depend little on each other, so codes drafted
+for them are accepted more often.
 """
 
 from __future__ import annotations

@@ -41,11 +41,10 @@ class TrainingBatch:
 
 
 class Prediction(NamedTuple):
-    """One step of a rollout: states that predict the distributions after T answer tokens of each row."""
+    """One step of a rollout: states that predict the distributions after the T = M - 1 answer tokens of each row."""
 
     states: Tensor  # (B, T, d) inputs of the drafter's `trained_logits`
     weight: Tensor  # (B, T) weight in the loss; 0 or False is not counted
-    place: Tensor | None = None  # (B, T) indices of the answer tokens, below M - 1; None: the first T tokens
 
 
 Rollout = Sequence[Prediction]

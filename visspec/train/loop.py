@@ -70,26 +70,26 @@ class Step(nn.Module):
             weights = [weight * inside_BT for weight in weights]
         states_NX = batch.states.flatten(0, 1)
 
-        def law(at_N: Tensor) -> Tensor:
-            logits_NV = batch.law(states_NX[at_N])
+        def law(part: slice) -> Tensor:
+            logits_NV = batch.law(states_NX[part])
             return logits_NV if ids is None else logits_NV[:, ids]
 
         each = partial(self._each, batch, kind, [plan.decay**k for k in range(len(rollout))])
         parameters = [p for p in self.head.parameters() if p.requires_grad]
-        return losses.rollout_loss(rollout, weights, law, each, batch.best.shape[1], batch.width, parameters)
+        return losses.rollout_loss(rollout, weights, law, each, batch.width, parameters)
 
     def _autocast(self, batch: TrainingBatch) -> torch.autocast:
         return torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=self.plan.autocast)
 
-    def _each(self, batch: TrainingBatch, kind: str, decays: list[float], part: losses.Chunk) -> tuple[Tensor, Tensor]:
+    def _each(self, batch: TrainingBatch, kind: str, decays: list[float], chunk: losses.Chunk) -> tuple[Tensor, Tensor]:
         (drafter,), plan, start, count = self._drafter, self.plan, batch.prompt_length, batch.best.shape[1]
-        k, at_N, states_Nd, p_NV = part
-        before_N, after_N = (batch.ids[:, start + i :][:, :count].flatten()[at_N] for i in (0, 1))
+        k, part, states_Nd, p_NV = chunk
+        before_N, after_N = (batch.ids[:, start + i :][:, :count].flatten()[part] for i in (0, 1))
         with self._autocast(batch):
             q_NV = drafter.trained_logits(states_Nd, before_N)
         loss_N = losses.of(kind)(q_NV, p_NV)
         if plan.feature_weight:  # the rollout predicts the target's features after each answer token
-            feature_Nd = batch.features[:, start : start + count, -states_Nd.shape[1] :].flatten(0, 1)[at_N]
+            feature_Nd = batch.features[:, start : start + count, -states_Nd.shape[1] :].flatten(0, 1)[part]
             loss_N = loss_N + plan.feature_weight * losses.distance(states_Nd, feature_Nd)
         loss_N = loss_N * (decays[k] / sum(decays))
         if k == 0 and plan.confidence_weight:

@@ -10,7 +10,7 @@ numbers of a state of the target.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ class Chunk(NamedTuple):
     """N of the elements that one step of a rollout predicts."""
 
     step: int
-    at: Tensor  # (N,) places in the batch flattened to (B * M,)
+    part: slice  # of the batch flattened to (B * (M - 1),)
     states: Tensor  # (N, d)
     p_logits: Tensor  # (N, V) of the target
 
@@ -95,9 +95,8 @@ class _KnownGradient(torch.autograd.Function):
 def rollout_loss(
     steps: Rollout,
     weights: Sequence[Tensor],
-    law: Callable[[Tensor], Tensor],
+    law: Callable[[slice], Tensor],
     each: Callable[[Chunk], tuple[Tensor, Tensor]],
-    count: int,
     width: int,
     parameters: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor]:
@@ -105,8 +104,8 @@ def rollout_loss(
 
     Logits are computed in chunks of at most `ELEMENTS` numbers. The gradient of a chunk is taken, and the chunk is
     freed, before the next one. The loss can be differentiated once. `weights` (B, T) are those of each step's elements.
-    `law` maps places (N,) in the batch flattened to (B * count,) to the target's logits (N, width), and `each` maps a
-    chunk to losses and agreements (N,), using `parameters` besides the states.
+    `law` maps a part of the flattened batch to the target's logits (N, width), and `each` maps a chunk to losses and
+    agreements (N,), using `parameters` besides the states.
     """
     graph, device = torch.is_grad_enabled(), weights[0].device
     shares = [weight.flatten().float() / weight.sum().clamp(min=1) for weight in weights]
@@ -114,33 +113,24 @@ def rollout_loss(
     known = [torch.zeros_like(leaf) for leaf in leaves]
     used: dict[Tensor, Tensor] = {}
     total, agreed, size = torch.zeros((), device=device), torch.zeros(len(steps), device=device), ELEMENTS // width + 1
-    for at, members in _places(steps, count):
-        for part in (slice(start, start + size) for start in range(0, len(at), size)):
-            p_logits = law(at[part])
-            for k in members:
-                states = leaves[k][part].requires_grad_(graph)
-                loss_N, same_N = each(Chunk(k, at[part], states, p_logits))
-                loss = (loss_N * shares[k][part]).sum()
-                total += loss.detach()
-                agreed[k] += (same_N * shares[k][part]).sum()
-                if graph:
-                    known[k][part], *of_parameters = torch.autograd.grad(loss, (states, *parameters), allow_unused=True)
-                    for p, gradient in zip(parameters, of_parameters):
-                        if gradient is not None:
-                            used[p] = used[p].add_(gradient) if p in used else gradient
+    for start in range(0, len(leaves[0]), size):
+        part = slice(start, start + size)
+        p_logits = law(part)
+        for k in range(len(steps)):
+            states = leaves[k][part].requires_grad_(graph)
+            loss_N, same_N = each(Chunk(k, part, states, p_logits))
+            loss = (loss_N * shares[k][part]).sum()
+            total += loss.detach()
+            agreed[k] += (same_N * shares[k][part]).sum()
+            if graph:
+                known[k][part], *of_parameters = torch.autograd.grad(loss, (states, *parameters), allow_unused=True)
+                for p, gradient in zip(parameters, of_parameters):
+                    if gradient is not None:
+                        used[p] = used[p].add_(gradient) if p in used else gradient
     if graph:
         gradients = [gradient.view_as(step.states) for gradient, step in zip(known, steps)]
         total = _KnownGradient.apply(total, [*gradients, *used.values()], *(step.states for step in steps), *used)
     return total, agreed
-
-
-def _places(steps: Rollout, count: int) -> Iterator[tuple[Tensor, list[int]]]:
-    whole = [k for k, step in enumerate(steps) if step.place is None]
-    for members in ([whole] if whole else []) + [[k] for k in range(len(steps)) if k not in whole]:
-        states, _, place = steps[members[0]]
-        device = states.device
-        row = count * torch.arange(len(states), device=device)[:, None]
-        yield (row + (torch.arange(count, device=device) if place is None else place)).flatten(), members
 
 
 def distance(predicted_Nd: Tensor, feature_Nd: Tensor) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
-import io
 import json
 import threading
 import time
@@ -24,15 +23,14 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from visspec.api.images.pipeline import ImagePipeline
 from visspec.api.server.completions import ChatBody, DrawingBody, RequestError, as_request_error
 from visspec.api.server.worker import Tell, TextWorker
-
-LOCAL = ("127.0.0.1", "localhost", "::1")
+from visspec.io.images import png_bytes
 
 
 class Guard:
@@ -53,7 +51,7 @@ class Guard:
             with suppress(asyncio.CancelledError):  # the server is stopping
                 await self.app(scope, receive, send)
         except RequestError as error:
-            await error_response(error)(scope, receive, send)
+            await (await failed(Request(scope), error))(scope, receive, send)
         finally:
             self.taken -= 1
 
@@ -78,17 +76,16 @@ class Service:
 
     async def chat(self, body: ChatBody, request: Request) -> Any:
         chunks = self._chunks(body, request)
-        first = await anext(chunks)  # an error before the first token can still set the status
         if body.stream:
+            first = await anext(chunks)  # an error before the first token can still set the status
             return StreamingResponse(server_sent(first, chunks), media_type="text/event-stream")
         state = ChatCompletionStreamState()
-        state.handle_chunk(first)
         async for chunk in chunks:
             state.handle_chunk(chunk)
         return state.current_completion_snapshot
 
     async def _chunks(self, body: ChatBody, request: Request) -> AsyncIterator[ChatCompletionChunk]:
-        """Yield the parts of a chat's answers as they are streamed. Raises RequestError and ClientDisconnect."""
+        """Yield the parts of a chat's answers as they are streamed. Raises RequestError."""
         check_model(body.model, self.text.name)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | Exception]()
         cancelled, left = threading.Event(), body.n
@@ -102,7 +99,7 @@ class Service:
             while left:
                 part = await queue.get()
                 if isinstance(part, Exception):
-                    raise part if isinstance(part, ClientDisconnect) else as_request_error(part)
+                    raise as_request_error(part)
                 yield chunk(choices=[part])
                 left -= part["finish_reason"] is not None
         finally:
@@ -128,11 +125,8 @@ class Service:
         except ValueError as error:
             raise ValueError(f"size: the model does not draw {body.size} ({error}).") from None
         options = body.model_dump(include={"seed", "temperature", "guidance_scale"})
-        data = []
-        for image in self.pipe(body.prompt, num_images_per_prompt=body.n, height=height, width=width, **options).images:
-            image.save(buffer := io.BytesIO(), "PNG")
-            data.append({"b64_json": base64.b64encode(buffer.getvalue()).decode()})
-        return data
+        drawn = self.pipe(body.prompt, num_images_per_prompt=body.n, height=height, width=width, **options).images
+        return [{"b64_json": base64.b64encode(png_bytes(image)).decode()} for image in drawn]
 
     async def models(self) -> dict[str, Any]:
         names = [name for name in (self.text.name, self.image_model) if name is not None]
@@ -148,8 +142,6 @@ async def server_sent(first: ChatCompletionChunk, others: AsyncIterator[ChatComp
             yield f"data: {chunk.model_dump_json(exclude_unset=True)}\n\n"
     except RequestError as error:  # the status has already been sent
         yield f"data: {json.dumps(error.body)}\n\n"
-    except ClientDisconnect:
-        return
     yield "data: [DONE]\n\n"
 
 
@@ -159,21 +151,18 @@ def check_model(given: str | None, name: str | None) -> None:
         raise RequestError(f"model: got {given!r}, this server {has}.", 404, "model", "model_not_found")
 
 
-def error_response(error: RequestError) -> Response:
-    headers = {"retry-after": "1"} if error.status == 429 else None
-    return Response(json.dumps(error.body), error.status, headers, "application/json")  # escapes any text to ASCII
-
-
 async def disconnected(request: Request, queue: asyncio.Queue) -> None:
-    """Put an exception into a queue when the client has disconnected."""
+    """Put an error into a queue when the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
-    queue.put_nowait(ClientDisconnect())
+    queue.put_nowait(RequestError("The client has disconnected.", 499))
 
 
 async def failed(request: Request, error: Exception) -> Response:
     """Convert an exception to a response."""
-    return error_response(as_request_error(error))
+    error = as_request_error(error)
+    headers = {"retry-after": "1"} if error.status == 429 else None
+    return Response(json.dumps(error.body), error.status, headers, "application/json")  # escapes any text to ASCII
 
 
 def application(
@@ -186,8 +175,7 @@ def application(
         yield
         await asyncio.get_running_loop().run_in_executor(None, service.text.close)
 
-    errors = (RequestValidationError, HTTPException, ClientDisconnect, ValueError, Exception)
-    handlers: Any = dict.fromkeys(errors, failed)
+    handlers: Any = dict.fromkeys((RequestValidationError, HTTPException, ValueError, Exception), failed)
     app = FastAPI(lifespan=lifespan, openapi_url=None, exception_handlers=handlers)
     app.add_middleware(Guard, key=key, places=places, max_body=max_body)
     if local:  # a web page in a browser may use another host name

@@ -4,10 +4,7 @@ Images are sent as data URLs; addresses are never fetched.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import math
-import re
 from typing import Annotated, Any, Literal
 
 from fastapi.exceptions import RequestValidationError
@@ -17,9 +14,8 @@ from PIL.Image import Image
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
-from visspec.io.images import image_size, read_image
-
-DATA_URL = re.compile(r"data:image/(png|jpeg|webp|bmp|gif|tiff|avif)(;[^,]*)?;base64,", re.IGNORECASE)
+from visspec.io.images import data_url_bytes, image_size, read_image
+from visspec.io.options import sampling_arguments
 
 
 class RequestError(ValueError):
@@ -97,13 +93,9 @@ class ChatBody(Body):
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of `generate`. If no temperature is given, other settings are added to the model's own."""
-        options: dict[str, Any] = {} if self.seed is None else {"seed": self.seed}
-        if self.temperature != 0:  # greedy decoding has nothing to cut
-            cuts = {"top_p": self.top_p, "top_k": self.top_k}
-            options |= {name: value for name, value in cuts.items() if value is not None}
-        if self.temperature:
-            options = {"temperature": float(self.temperature), "top_p": 1.0, "top_k": 0} | options
-        return options if self.temperature is None else options | {"do_sample": self.temperature > 0}
+        options = {} if self.temperature is None else sampling_arguments(self.temperature)
+        given = {"seed"} if self.temperature == 0 else {"seed", "top_p", "top_k"}  # greedy decoding has nothing to cut
+        return options | self.model_dump(include=given, exclude_none=True)
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
@@ -124,7 +116,7 @@ class ChatBody(Body):
     def images(self, max_pixels: int) -> list[Image]:
         """Decode the images. Raises ValueError if they have more than `max_pixels` pixels in total."""
         parts = [part for message in self.messages for part in message.content]
-        files = [image_bytes(part.image_url.url) for part in parts if part.type == "image_url"]
+        files = [data_url_bytes(part.image_url.url, "messages") for part in parts if part.type == "image_url"]
         pixels = sum(math.prod(image_size(data, "messages: an image", max_pixels)) for data in files)
         if pixels > max_pixels:
             raise ValueError(f"messages: the images have {pixels} pixels in total, more than {max_pixels}.")
@@ -144,7 +136,7 @@ class DrawingBody(Body):
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """Convert an exception. A ValueError is about the argument whose name it begins with."""
+    """Convert an exception. The message of a ValueError begins with the name of the argument."""
     if isinstance(error, RequestError):
         return error
     if isinstance(error, RequestValidationError):
@@ -164,14 +156,3 @@ def refusal(error: dict[str, Any]) -> RequestError:
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:] or "body"
     message = "this server does not support this argument" if unknown else error["msg"]
     return RequestError(f"{name}: {message}", param=name, code="unknown_parameter" if unknown else None)
-
-
-def image_bytes(url: str) -> bytes:
-    """Decode a data URL. Raises ValueError for other URLs."""
-    if (head := DATA_URL.match(url)) is None:
-        form = "a data URL of a PNG, JPEG or WEBP (data:image/png;base64,...). This server fetches nothing"
-        raise ValueError(f"messages: got {url[:40]!r} for an image, send {form}.")
-    try:
-        return base64.b64decode(url[head.end() :], validate=True)
-    except binascii.Error as error:
-        raise ValueError(f"messages: the base64 of an image cannot be read ({error}).") from None

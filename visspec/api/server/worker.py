@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from visspec.api.captions import move_inputs, process_chats, tokenizer_of
@@ -24,9 +24,6 @@ from visspec.io.images import MAX_PIXELS
 from visspec.loop.stream import Answer
 from visspec.models.decoder.prefix import PrefixCache
 from visspec.types import Processor
-
-logger = logging.getLogger(__name__)
-
 
 Tell = Callable[[dict[str, Any] | Exception], Any]  # takes a piece of an answer in OpenAI's streamed form
 
@@ -51,7 +48,8 @@ class StopTextFilter:
                 self.stopped = True
                 return self._grown(text[: min(found)])
         text = self._read().rstrip("\ufffd")
-        return self._grown(text[: len(text) - max((pending(text, stop) for stop in self.stops), default=0)])
+        beginnings = (stop[:n] for stop in self.stops for n in range(1, len(stop)))
+        return self._grown(text[: len(text) - max((len(s) for s in beginnings if text.endswith(s)), default=0)])
 
     def finish(self) -> str:
         """Return the text that was held back, after the last token."""
@@ -65,11 +63,6 @@ class StopTextFilter:
         if len(text) > before:
             self.text = text
         return text[before:]
-
-
-def pending(text: str, stop: str) -> int:
-    """Return how many characters at the end of a text may begin a stop text."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(eq=False)
@@ -87,11 +80,6 @@ class AnswerRow:
     begun: bool = False
     counts: Counter[str] = field(default_factory=Counter)
 
-    def entry(self) -> dict[str, Any]:
-        """Return the arguments for the stream, without keeping the pixels."""
-        entry, self.inputs = self.inputs | {"id": self, "on_tokens": self.put}, {}
-        return entry
-
     def put(self, tokens: list[int]) -> bool:
         """Process a round's tokens. Returns whether the row should end."""
         if text := self.writer.add(tokens):
@@ -99,7 +87,7 @@ class AnswerRow:
         return self.writer.stopped or self.cancelled.is_set()
 
     def finish(self, answer: Answer) -> None:
-        """Process the result of the stream."""
+        """Send the end of the answer, or its error, to the client."""
         if answer.error is not None:
             return self.tell(answer.error)
         rest, count, stopped = self.writer.finish(), len(self.writer.tokens), self.writer.stopped
@@ -130,9 +118,8 @@ class TextWorker:
         self.max_new_tokens, self.max_pixels = max_new_tokens, max_pixels
         self.context = getattr(fast.model.config.get_text_config(), "max_position_embeddings", sys.maxsize)
         self.prefixes = PrefixCache(prefix_cache)  # kept if a stream fails
-        tokenizer: Any = copy.deepcopy(tokenizer_of(processor))  # tokenizers are not thread-safe
-        self.decode = partial(tokenizer.decode, skip_special_tokens=True)
-        self.grammars: JsonGrammars | None = None
+        self.decode = partial(copy.deepcopy(tokenizer_of(processor)).decode, skip_special_tokens=True)  # for one thread
+        self.grammars = cache(partial(JsonGrammars, tokenizer_of(processor), fast.model, "response_format"))
         self.queue: queue.Queue[AnswerRow | None] = queue.Queue(slots)
         self.running: set[AnswerRow] = set()
         self.closed = False
@@ -151,16 +138,13 @@ class TextWorker:
         length, explain = inputs["input_ids"].shape[1], None
         inputs = move_inputs(inputs, self.fast.model) | body.options | {"max_new_tokens": self._room(length, body)}
         if (schema := body.json_schema) is not None:
-            if self.grammars is None:
-                self.grammars = JsonGrammars(tokenizer_of(self.processor), self.fast.model, "response_format")
-            inputs |= self.grammars.options(schema)
-            explain = partial(self.grammars.explain, schema=schema)
+            inputs |= self.grammars().options(schema)
+            explain = partial(self.grammars().explain, schema=schema)
         rows = []
         for index in range(body.n):
             own = inputs | ({} if body.seed is None else {"seed": body.seed + index})
             rows.append(AnswerRow(index, own, StopTextFilter(self.decode, body.stop), tell, cancelled, explain))
-        for row in rows:
-            self.queue.put(row)
+            self.queue.put(rows[-1])
         return rows, length
 
     def _room(self, length: int, body: ChatBody) -> int:
@@ -183,7 +167,7 @@ class TextWorker:
                     self.running.discard(answer.id)
                     answer.id.finish(answer)
             except Exception as error:  # the model failed: running rows are lost, waiting ones are not
-                logger.exception("%s: a pass failed", self.name)
+                logging.getLogger(__name__).exception("%s: a pass failed", self.name)
                 for row in self.running:
                     row.tell(error)
                 self.running.clear()
@@ -200,4 +184,5 @@ class TextWorker:
                 return
             if not row.cancelled.is_set():
                 self.running.add(row)
-                yield row.entry()
+                entry, row.inputs = row.inputs | {"id": row, "on_tokens": row.put}, {}  # does not keep the pixels
+                yield entry

@@ -5,13 +5,13 @@ empty nor used is rejected by name, so that no part of a record is lost silently
 
 from __future__ import annotations
 
-import base64
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from visspec.api.captions import PROMPT
+from visspec.api.sources import media_of
 from visspec.io.files import Json
 
 IMAGES, VIDEOS = ("image", "images", "image_files"), ("video", "videos")
@@ -134,8 +134,10 @@ def _turns(fields: Mapping[str, Any], name: str) -> list[tuple[str, Json]]:
 def _parsed(
     turns: list[tuple[str, Json]], media: dict[str, list[Any]], folder: Path
 ) -> tuple[list[Message], list[Media]]:
-    """Return messages of parts, and the pictures and videos of a record. If no turn has a mark, they come before the
-    first text of the user. `<image>` means a video in records that only have videos (LLaVA-Video).
+    """Return the messages of a record, in parts, and its pictures and videos in the order of their marks.
+
+    Without marks, they come before the first text of the user. `<image>` means a video in records that only have videos
+    (LLaVA-Video).
     """
     alone = "video" if media["video"] and not media["image"] else "image"
     waiting = {kind: iter(values) for kind, values in media.items()}
@@ -183,20 +185,7 @@ def _parts(role: str, content: Json) -> Iterator[tuple[str, Any]]:
 
 
 def _media(value: object, folder: Path, kind: str) -> Media:
-    if isinstance(value, Mapping):  # data sets store images as bytes, or else a path
-        value = value.get("bytes") or value.get("path")
-    if isinstance(value, ArchiveMember) or (isinstance(value, bytes) and value and kind == "image"):
-        return value
-    if not isinstance(value, str) or not value:
-        raise ValueError(f"{kind}: got {type(value).__name__}, expected a path or the bytes of a file")
-    if value.startswith("data:") and kind == "image":
-        try:
-            return base64.b64decode(value.partition(",")[2], validate=True)
-        except ValueError as error:
-            raise ValueError(f"image: got base64 that can't be read ({error}), expected an image") from None
-    if "://" in value and not value.startswith("file://"):
-        raise ValueError(f"{kind}: got {_short(value)}, expected a file. Nothing is downloaded")
-    return folder / value.removeprefix("file://")
+    return value if isinstance(value, ArchiveMember) else media_of(value, folder, kind)
 
 
 def _check_order(messages: list[Message]) -> None:

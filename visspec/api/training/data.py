@@ -24,7 +24,6 @@ from visspec.api.training.conversations import ArchiveMember, Conversation, Medi
 from visspec.io import images
 from visspec.io.checkpoint import first_line
 from visspec.io.files import loads
-from visspec.io.images import MAX_PIXELS, read_image
 from visspec.io.videos import SUFFIXES, Clip, open_media
 
 ANSWERS = ("target", "own")
@@ -217,10 +216,7 @@ def name_of(media: Media) -> str | int:
 
 def read_media(media: Media, max_pixels: int | None = None) -> Image.Image | Clip:
     """Read a picture or a video's frames, scaled down to `max_pixels`. Raises ValueError or OSError if it can't."""
-    if isinstance(media, Path):
-        opened = open_media(media)
-    else:
-        opened = read_image(media.read() if isinstance(media, ArchiveMember) else media, "data", MAX_PIXELS)
+    opened = open_media(media.read() if isinstance(media, ArchiveMember) else media, "data")
     if max_pixels is None:
         return opened
     if isinstance(opened, Clip):

@@ -33,6 +33,7 @@ from visspec.api.training.processes import workers
 from visspec.api.training.structure import LEAST, MOST, TOKENS, choose, name_of, taus
 from visspec.eval.report import training
 from visspec.io.checkpoint import CONFIG, read_json
+from visspec.io.options import sampling_arguments
 from visspec.io.provenance import provenance
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import EagleDrafter
@@ -50,12 +51,8 @@ STEPS, STEP_ROWS, GROUP = 2000, 8, 8
 
 def request_of(model, inputs: dict[str, Any], *, temperature: float, max_new_tokens: int, seed: int) -> Request:
     """Return the request that `model.generate` would decode, for our loop. Row b uses the seed `seed + b`."""
-    sampled = temperature > 0
-    options: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": max_new_tokens}
-    if sampled:
-        options |= {"temperature": float(temperature), "top_k": 0, "top_p": 1.0}
-    request = requests.of_generate(model, inputs, **options)
-    if sampled:
+    request = requests.of_generate(model, inputs, max_new_tokens=max_new_tokens, **sampling_arguments(temperature))
+    if temperature > 0:
         request.generators = requests.generators(None, seed, request.prompt)
     return request
 

@@ -96,5 +96,5 @@ def export(folder: str | Path, form: str, out: str | Path, target: str | None = 
         raise ValueError(f"target: got none, and {folder} does not name one. Pass the model that it was trained for.")
     model, _ = loading.load(name, **hardware)
     drafter, _ = registry.drafter(folder, model)
-    drafter.export(out, form, name)
+    drafter.export(out, form, model.config.name_or_path or name)  # other engines do not know included names
     return name

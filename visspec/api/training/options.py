@@ -45,9 +45,9 @@ class DrafterTraining(HardwareOptions):
         " (default: 32000 for eagle3, else the target's head)",
         None,
     )
-    block: Positive | None = option("block size of flash (5), dflash, ddtree, dspark, dflash2 (16), deer (15)", None)
+    block: Positive | None = option("block size of flash (5), dflash, ddtree, dspark, dflash2 (16)", None)
     layers: Positive | None = option(
-        "layers of dflash, ddtree, dspark, dflash2, deer (a quarter of the target's) or distilled (3)", None
+        "layers of dflash, ddtree, dspark, dflash2 (a quarter of the target's) or distilled (3)", None
     )
     intermediate: Positive | None = option("width of the drafter's MLP (default: the target's)", None)
     height: Positive | None = option("height of images in pixels (default: the model's own)", None)

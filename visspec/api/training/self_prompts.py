@@ -22,6 +22,8 @@ from visspec.api.training.data import of_files, read_media
 from visspec.api.training.export import say
 from visspec.api.training.options import DrafterTraining
 from visspec.io.files import Journal
+from visspec.io.options import sampling_arguments
+from visspec.types import Processor
 
 COUNT = 2000
 TRIES = 4  # maximum number of samples per prompt
@@ -45,12 +47,12 @@ def user_turn(*kinds: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [*({"type": kind} for kind in kinds), {"type": "text", "text": MARK}]}]
 
 
-def opening(processor: Any, messages: Sequence[dict[str, Any]]) -> str:
+def opening(processor: Processor, messages: Sequence[dict[str, Any]]) -> str:
     """Return the chat template up to the start of the user's text."""
     return chat_text(processor, messages).partition(MARK)[0]
 
 
-def write(model: PreTrainedModel, processor: Any, asked: DrafterTraining, count: int) -> Path:
+def write(model: PreTrainedModel, processor: Processor, asked: DrafterTraining, count: int) -> Path:
     """Let a model write prompts to prompts.jsonl in the folder `out`. An interrupted run is continued. Returns the
     file, for `TrainingData`. Raises ValueError if the model has no chat template, or no sample is usable.
     """
@@ -65,7 +67,7 @@ def write(model: PreTrainedModel, processor: Any, asked: DrafterTraining, count:
     def about(number: int) -> Mapping[str, str]:
         return images.read(number % images.count) if images else {}
 
-    def entry(number: int) -> Any:
+    def entry(number: int) -> dict[str, Any] | tuple[int, Exception]:
         """Return the inputs of a sample, or the error that prevents it."""
         try:
             media = [read_media(Path(name), asked.max_pixels) for name in about(number).values()]
@@ -74,8 +76,8 @@ def write(model: PreTrainedModel, processor: Any, asked: DrafterTraining, count:
             return number, error
         return move_inputs(inputs, model) | {"id": number, "seed": seed_of(asked.seed, str(number))}
 
-    options: dict[str, Any] = {"max_new_tokens": asked.max_new_tokens, "eos_token_id": sorted(ends)}
-    options |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    lengths = {"max_new_tokens": asked.max_new_tokens, "eos_token_id": sorted(ends)}
+    options: dict[str, Any] = lengths | sampling_arguments(1.0)
     settings = {"target": asked.target, "images": asked.images, "seed": asked.seed, **options}
     fast, path, samples = accelerate(model, "context", tokenizer=tokenizer), asked.out / "prompts.jsonl", Counter[str]()
     with Journal(path, settings) as journal, Progress("prompts", count) as bar:

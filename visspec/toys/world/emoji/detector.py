@@ -122,7 +122,7 @@ class DetectedEmoji:
 
 
 class Places(NamedTuple):
-    """Results of the first step at P places of all scales: centre and side in pixels, and what pictures explain."""
+    """Results of the first step at P places of all scales: centre and side in pixels, and explained energy."""
 
     x: torch.Tensor
     y: torch.Tensor
