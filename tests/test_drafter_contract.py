@@ -111,16 +111,6 @@ def test_image_equals_plain_decoding(name, temperature, guidance):
     assert drawn(setup, [1], 0, temperature, guidance)[0] == expected[1:2]
 
 
-DRAWING = ["distilled", "image-eagle", "image-eagle:tree=static,shape=3-4-2", "image-eagle:window=6"]
-
-
-@pytest.mark.parametrize("name", DRAWING)
-def test_rejection_is_batch_invariant(name):
-    setup = janus_pair(sharp(tiny_drafter(name)), registry.rule("rejection"))
-    together, _ = drawn(setup, ROWS, seed=4)
-    assert [drawn(setup, [row], seed=4)[0][0] for row in ROWS] == together
-
-
 @pytest.mark.parametrize("name", ["distilled", "image-eagle"])
 def test_other_guidance_or_grid_warns(name):
     setup = janus_pair(tiny_drafter(name), registry.rule("exact"))
@@ -253,6 +243,7 @@ BATCHES = {
         model_of("qwen2_5_vl"), BlockDrafter.for_model(model_of("qwen2_5_vl"), layers=1, block=4, markov=3),
         "qwen2_5_vl",
     ),
+    "image-eagle:window": lambda: of_codes(tiny_drafter("image-eagle:window=6")),
     "image-eagle:tree=static": lambda: of_codes(tiny_drafter("image-eagle:tree=static,shape=3-3-3")),
     "jacobi": lambda: of_codes(tiny_drafter("jacobi:redraw=maximal")),
     "jacobi:redraw=gumbel": lambda: of_codes(tiny_drafter("jacobi:redraw=gumbel")),
