@@ -73,6 +73,8 @@ FORMS = {  # of drafters of text: (family, prompts, drafter)
        for family, rows, latents in test_eagle.CASES},
     **{f"trees of features of {family}": (family, rows, lambda f=family, n=n: wide(test_eagle.make(f, n)))
        for family, rows, n in test_eagle.CASES},
+    **{f"features with {s}": ("llava", "ragged", lambda s=s: wide(test_eagle.make("llava")).shaped(**s))
+       for s in BLOCK_SHAPES},
     **{f"{form} head of {family}": (family, "ragged", partial(test_eagle_heads.make, family, form))
        for family, form in [*(("llava", form) for form in HEADS), *OF_FAMILIES]},
     **{f"trees of {form} of {family}": (family, "ragged", partial(test_eagle_heads.make, family, form, width=3))
