@@ -66,9 +66,9 @@ def captioner():
         pytest.skip(str(error))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A tiny random model of the painter's kind, as a checkpoint folder."""
+    """A tiny random model of the painter's kind, as a checkpoint folder, which tests leave as it is."""
     from tests import tiny_images
 
     where = tmp_path_factory.mktemp("tiny-painter")
@@ -81,6 +81,14 @@ def pipe(folder):
     from visspec import ImagePipeline
 
     return ImagePipeline.from_pretrained(str(folder))
+
+
+@pytest.fixture
+def short_bench(monkeypatch):
+    """Benches of texts measure one of transformers' assisted modes, behind a warm-up of one prompt."""
+    for modes in ("LOOKUP_LENGTHS", "ASSISTANT_LENGTHS"):
+        monkeypatch.setattr(f"visspec.cli.bench_caption.{modes}", (3,))
+    monkeypatch.setattr("visspec.cli.bench_text.WARMUP", 1)
 
 
 @pytest.fixture

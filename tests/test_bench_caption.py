@@ -18,7 +18,7 @@ VLLM = {"prompt": "compare them", "image_files": ["a.png", "b.png"]}
 
 
 @pytest.fixture
-def home(tmp_path):
+def home(tmp_path, short_bench):
     for name, colour in (("a.png", "red"), ("b.png", "blue")):
         Image.new("RGB", (96, 96), colour).save(tmp_path / name)
     return tmp_path

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import visspec
+from tests import tiny_images
 from tests.doubles import Hostile, fast, new_tokens, stock, together
 from tests.tiny import FAMILIES, gemma3, llama, llava, model_of, prompt, qwen2_5_vl, shapes
 from visspec.models.eagle import layer
@@ -122,8 +123,9 @@ def test_no_late_graph_inductor(monkeypatch):
 
 
 @pytest.mark.slow
-def test_images_with_guidance_in_two_graphs(pipe):
-    quick = visspec.ImagePipeline(**{**pipe.components, "compile": True})
+def test_images_with_guidance_in_two_graphs(tmp_path):
+    tiny_images.painter(tmp_path, num_hidden_layers=1)
+    pipe, quick = (visspec.ImagePipeline.from_pretrained(tmp_path, compile=compile) for compile in (False, True))
     asked = dict(prompt=["a", "a b c"], seed=3, output_type="latent")
     for options in ({"batch_size": 1}, {"batch_size": 2, "guidance_scale": 2.0}):
         plain, found = pipe(**asked, **options), quick(**asked, **options)

@@ -223,4 +223,3 @@ def test_what_is_missing_is_named_with_its_argument(tmp_path, monkeypatch, capsy
     assert "heads: The weights of var determine it" in refused(capsys, *argv)
     argv = ["convert", "llamagen", weights, "--vq", vq, *rest, "--out", "t5"]
     assert "out: t5 already exists" in refused(capsys, *argv)
-    assert "expected one such as llamagen" in refused(capsys, "convert", "lamagen", weights, "--out", "made")

@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import visspec
 from tests import tiny_images
 from tests.doubles import one_sentence
 from tests.tiny import model_of
@@ -190,5 +189,3 @@ def test_broken_files_are_refused(saved, tmp_path, what):
 def test_another_target_is_refused(saved):
     with pytest.raises(ValueError, match="family 'llava', got a model of 'qwen2'"):
         EagleDrafter.from_pretrained(saved["text"][0], model_of("qwen2"))
-    with pytest.raises(ValueError, match=r"captioner|vispec"):
-        visspec.accelerate(model_of("llava"), "vispec")

@@ -73,6 +73,8 @@ FORMS = {  # of drafters of text: (family, prompts, drafter)
        for family, rows, latents in test_eagle.CASES},
     **{f"trees of features of {family}": (family, rows, lambda f=family, n=n: wide(test_eagle.make(f, n)))
        for family, rows, n in test_eagle.CASES},
+    **{f"features with {s}": ("llava", "ragged", lambda s=s: wide(test_eagle.make("llava")).shaped(**s))
+       for s in BLOCK_SHAPES},
     **{f"{form} head of {family}": (family, "ragged", partial(test_eagle_heads.make, family, form))
        for family, form in [*(("llava", form) for form in HEADS), *OF_FAMILIES]},
     **{f"trees of {form} of {family}": (family, "ragged", partial(test_eagle_heads.make, family, form, width=3))
@@ -107,16 +109,6 @@ def test_image_equals_plain_decoding(name, temperature, guidance):
     found, state = drawn(setup, ROWS, 0, temperature, guidance)
     assert found == expected and ("=" not in name or max(r.levels for r in state.trace.rounds) > 1)
     assert drawn(setup, [1], 0, temperature, guidance)[0] == expected[1:2]
-
-
-DRAWING = ["distilled", "image-eagle", "image-eagle:tree=static,shape=3-4-2", "image-eagle:window=6"]
-
-
-@pytest.mark.parametrize("name", DRAWING)
-def test_rejection_is_batch_invariant(name):
-    setup = janus_pair(sharp(tiny_drafter(name)), registry.rule("rejection"))
-    together, _ = drawn(setup, ROWS, seed=4)
-    assert [drawn(setup, [row], seed=4)[0][0] for row in ROWS] == together
 
 
 @pytest.mark.parametrize("name", ["distilled", "image-eagle"])
@@ -251,6 +243,7 @@ BATCHES = {
         model_of("qwen2_5_vl"), BlockDrafter.for_model(model_of("qwen2_5_vl"), layers=1, block=4, markov=3),
         "qwen2_5_vl",
     ),
+    "image-eagle:window": lambda: of_codes(tiny_drafter("image-eagle:window=6")),
     "image-eagle:tree=static": lambda: of_codes(tiny_drafter("image-eagle:tree=static,shape=3-3-3")),
     "jacobi": lambda: of_codes(tiny_drafter("jacobi:redraw=maximal")),
     "jacobi:redraw=gumbel": lambda: of_codes(tiny_drafter("jacobi:redraw=gumbel")),

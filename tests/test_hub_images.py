@@ -13,10 +13,6 @@ from visspec.cli.main import main
 from visspec.models.chameleon.target import PromptStyle
 
 
-def janus(folder):
-    tiny.painter(folder)
-
-
 def emu3(folder):
     tiny.emu3().save_pretrained(folder)
     tiny.emu3_processor().save_pretrained(folder)
@@ -36,7 +32,7 @@ def glm_image(folder):
 
 
 IDS = {
-    "deepseek-community/Janus-Pro-1B": (janus, "a photo of a red circle", {}),
+    "deepseek-community/Janus-Pro-1B": (tiny.painter, "a photo of a red circle", {}),
     "BAAI/Emu3-Gen-hf": (emu3, "a red cube", {"height": 6, "width": 8}),
     "leloy/Anole-7b-v0.1-hf": (anole, "a red cube", {}),
     "zai-org/GLM-Image": (glm_image, "a red cube", {"height": 64, "width": 96}),

@@ -223,5 +223,3 @@ def test_included_drafter():
     assert (SHIPPED.parent / "model.safetensors").stat().st_size < 6e6
     with pytest.raises(ValueError, match="painter-eagle is made for a model with"):
         registry.drafter("painter-eagle", janus())
-    with pytest.raises(ValueError, match="does not take"):
-        registry.drafter("painter-eagle:colour=red", model)

@@ -24,6 +24,7 @@ from visspec.models.scales.kv_budget import CacheBudget
 from visspec.models.scales.multiscale import ScaleSizes
 from visspec.models.scales.reading import ConditionState
 from visspec.models.scales.target import ScaleTarget
+from visspec.models.var.drafter import SmallVAR
 from visspec.types import Request, Sampling
 
 SCALES = ScaleSizes(((1, 1), (2, 2), (3, 2), (4, 3)))
@@ -255,8 +256,8 @@ def test_infinity_pipeline(parts):
 
     plainly, small = drawn(), moved(model, 0.01)
     assert plainly.stats[0].guarantee == "exact" and plainly.tokens[0].shape == (SCALES.total * BITS,)
-    itself = drawn(targets_drafter(model))
-    near = drawn(targets_drafter(small))
+    itself = drawn(SmallVAR(model))
+    near = drawn(SmallVAR(small))
     for out in (itself, near):
         assert all(torch.equal(a, b) for a, b in zip(out.tokens, plainly.tokens)) and out.traces[0].faults == 0
     assert itself.stats[0].rounds < plainly.stats[0].rounds
@@ -268,12 +269,6 @@ def test_infinity_pipeline(parts):
     assert all(torch.equal(a, b) for a, b in zip(full.tokens, plainly.tokens))
     pixels = ImagePipeline(model, features_of, parts={"codec": vae})(**asked | {"output_type": "np"})
     assert pixels.images[0].shape == (8, 6, 3)
-
-
-def targets_drafter(model):
-    from visspec.models.var.drafter import SmallVAR
-
-    return SmallVAR(model)
 
 
 @torch.no_grad()

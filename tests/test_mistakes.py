@@ -9,7 +9,6 @@ import pytest
 from PIL import Image
 
 import visspec
-from tests import tiny_images
 from tests.doubles import refused
 from visspec.cli.main import main
 
@@ -124,7 +123,7 @@ MISSING = {  # packages of an extra that a command needs
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("files")
     Image.new("RGB", (48, 48), "red").save(root / "photo.png")
     (root / "photo.txt").write_text("a photo of a red ring\n")
@@ -134,20 +133,20 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_is_a_sentence(line, folder, capsys, monkeypatch):
-    monkeypatch.chdir(folder)
+def test_a_mistake_is_a_sentence(line, files, capsys, monkeypatch):
+    monkeypatch.chdir(files)
     start = time.perf_counter()
-    said = refused(capsys, *shlex.split(line.replace("{}", str(folder))))
+    said = refused(capsys, *shlex.split(line.replace("{}", str(files))))
     assert said.startswith("visspec: ") and len(said.splitlines()) == 1
-    assert MISTAKES[line].replace("{}", str(folder)) in said
+    assert MISTAKES[line].replace("{}", str(files)) in said
     assert "nobody/" not in line or time.perf_counter() - start < 5  # at once: two seconds, and a busy machine
 
 
 @pytest.mark.parametrize("line", MISSING)
-def test_a_package_that_is_missing_is_a_sentence(line, folder, capsys, monkeypatch):
-    monkeypatch.chdir(folder)
+def test_a_package_that_is_missing_is_a_sentence(line, files, capsys, monkeypatch):
+    monkeypatch.chdir(files)
     monkeypatch.setitem(sys.modules, MISSING[line], None)
-    said = refused(capsys, *shlex.split(line.replace("{}", str(folder))))
+    said = refused(capsys, *shlex.split(line.replace("{}", str(files))))
     assert f"{MISSING[line]} is not installed. Run pip install 'visspec[" in said
 
 
@@ -161,19 +160,17 @@ def test_bare_command_shows_help(argv, capsys):
     (["a", "photo", "of", "a", "red", "ring"], ["a photo of a red ring"]), (["a red ring"], ["a red ring"]),
     (["a red ring", "a blue star"], ["a red ring", "a blue star"]),
 ])  # fmt: skip
-def test_a_prompt_needs_no_quotes(prompt, drawn, tmp_path, capsys):
-    tiny_images.painter(tmp_path / "m")
+def test_a_prompt_needs_no_quotes(prompt, drawn, folder, tmp_path, capsys):
     out = tmp_path / "out"
-    argv = ["generate", *prompt, "--model", str(tmp_path / "m"), "--preset", "plain", "--out", str(out)]
+    argv = ["generate", *prompt, "--model", str(folder), "--preset", "plain", "--out", str(out)]
     assert main(argv) == 0
     assert [line.split(": ")[1].partition(" (")[0] for line in capsys.readouterr().out.splitlines()] == drawn
     assert len(list(out.glob("*.png"))) == len(drawn)
 
 
-def test_out_may_be_one_picture(tmp_path, capsys):
-    tiny_images.painter(tmp_path / "m")
+def test_out_may_be_one_picture(folder, tmp_path):
     for name, kind in (("pic.png", "PNG"), ("pic.jpeg", "JPEG")):
-        assert main(["generate", "a red ring", "--model", str(tmp_path / "m"), "--out", str(tmp_path / name)]) == 0
+        assert main(["generate", "a red ring", "--model", str(folder), "--out", str(tmp_path / name)]) == 0
         assert Image.open(tmp_path / name).format == kind
 
 

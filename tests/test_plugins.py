@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import visspec
-from tests import tiny_images
 from tests.doubles import Careless, Double, chain_of, one_sentence
 from tests.tiny import model_of, prompt, shapes
 from visspec import registry, testing
@@ -149,17 +148,16 @@ def test_a_preset_of_text(name):
     assert visspec.accelerate(model, "ngram", preset=name).name == "ngram"
 
 
-def test_a_preset_of_a_pipeline_and_of_a_call(tmp_path):
-    tiny_images.painter(tmp_path / "m")
+def test_a_preset_of_a_pipeline_and_of_a_call(folder, tmp_path):
     asked = {"prompt": "a photo of a red ring", "seed": 1, "output_type": "latent"}
-    pipe = visspec.ImagePipeline.from_pretrained(tmp_path / "m")
+    pipe = visspec.ImagePipeline.from_pretrained(folder)
     before = pipe(**asked)
     wanted = pipe(**asked, **registry.preset("coupled", "codes").method).tokens[0]
     found = pipe(**asked, preset="coupled")
     assert torch.equal(found.tokens[0], wanted) and found.stats[0].drafter == "jacobi"
     assert torch.equal(pipe(**asked).tokens[0], before.tokens[0]), "a preset is that of its call alone"
     assert pipe(**asked, preset="coupled", drafter="none", acceptance="exact").stats[0].drafter == "none"
-    other = visspec.ImagePipeline.from_pretrained(tmp_path / "m", preset="coupled")
+    other = visspec.ImagePipeline.from_pretrained(folder, preset="coupled")
     assert (other.drafter, other.acceptance) == ("jacobi:redraw=maximal,window=16", "rejection")
     assert torch.equal(other(**asked).tokens[0], wanted)
     other.save_pretrained(tmp_path / "saved")

@@ -152,20 +152,6 @@ def test_adapters_that_are_refused():
         visspec.accelerate(peft.get_peft_model(llama(3), before))
 
 
-class CountsItself(tf.LlamaForCausalLM):
-    def prepare_inputs_for_generation(self, *args, **kwargs):
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        inputs.pop("position_ids", None)
-        return inputs
-
-
-def test_positions_counted_by_model():
-    """Kosmos-2.5 takes them away and starts behind its padding id: where to go on is not known."""
-    model = built(CountsItself, tf.LlamaConfig(**TEXT))
-    with pytest.raises(ValueError, match="CountsItself counts positions itself"):
-        visspec.accelerate(model, None).generate(**prompt("llama", ["9"]), max_new_tokens=3, do_sample=False)
-
-
 class OwnGenerate(tf.LlamaForCausalLM):
     def generate(self, *args, **kwargs):
         return args[0]

@@ -4,8 +4,6 @@ import copy
 import itertools
 import math
 import pickle
-import sys
-import threading
 from random import Random
 from types import SimpleNamespace as Bag
 
@@ -15,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import visspec
-from tests.doubles import Oracle, chain_of, compact, drafted, fast, new_tokens, stock
+from tests.doubles import THREADS, Oracle, chain_of, compact, drafted, fast, new_tokens, stock, together
 from tests.test_eagle import make, opened
 from tests.tiny import VOCAB, llama, model_of, prompt, shapes, single_row
 from visspec import tree as trees
@@ -225,7 +223,7 @@ def test_impossible_depths_are_refused(levels):
         AdaptiveLength(levels)
 
 
-def test_threads_share_a_pace():
+def test_threads_share_a_pace(hurried):
     """Nothing that eight threads tell it at once is lost, and a rest is taken once."""
     length_policy, each = AdaptiveLength(4), 250
 
@@ -235,17 +233,8 @@ def test_threads_share_a_pace():
             assert 0 <= length_policy.depth(state) <= 4
             to_device(length_policy, [Round(4, [5], [False]) if n % 3 else Round(4, [1], [True])])
 
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        threads = [threading.Thread(target=work) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
-    assert length_policy.rounds == 8 * each and length_policy.at().resting >= 0
+    together([work] * THREADS)
+    assert length_policy.rounds == THREADS * each and length_policy.at().resting >= 0
     seen = length_policy.acceptance()
     assert all(k <= t <= o for k, t, o in zip(seen.accepted, seen.attempts, seen.reached))
 

@@ -106,6 +106,7 @@ def test_layer_choice():
 def test_options_that_make_no_sense_are_refused():
     for name, said in (
         ("recycling:nodes=0", "nodes must be at least 1"),
+        ("context:levels=0", "levels must be at least 1"),
         ("context:sources=prompt", "sources: unknown 'prompt'"),
         ("layers:exit=2", "exit: got 2"),
         ("layers:every=1", "exit: got 0 with every 1"),

@@ -16,7 +16,6 @@ from visspec.loop.draft_length import DraftLengthPolicy
 from visspec.models.decoder.small_model import SmallModel
 from visspec.models.drafting import static_tree as feature_tree
 from visspec.models.eagle.drafter import EagleDrafter
-from visspec.testing import check_drafter
 
 VALUES = {
     "eagle2": ({"width": 3, "nodes": 9}, {"tree": "dynamic"}),
@@ -31,14 +30,6 @@ def shaped(family, options, values):
     for name, value in options.items():
         setattr(drafter, name, value)
     return drafter.shaped(**values)
-
-
-@pytest.mark.parametrize("value", VALUES)
-def test_tokens_depend_on_no_shape(value):
-    """Greedy as stock, sampled as plain decoding of the same seeds, in a ragged batch."""
-    drafter = shaped("llava", *VALUES[value])
-    fast = check_drafter(drafter, model_of("llava"), prompt("llava", shapes("llava")["ragged"]), NEW)
-    assert max(r.levels for r in fast.last_state.trace.rounds) > 1
 
 
 class ByTurns(DraftLengthPolicy):

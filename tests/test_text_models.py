@@ -185,7 +185,7 @@ def test_a_table_for_the_default_drafter(folder, tmp_path, capsys):
         visspec.accelerate(small, tmp_path / "d")
 
 
-def test_auto_is_the_same_everywhere(folder, tmp_path, capsys):
+def test_auto_is_the_same_everywhere(folder, tmp_path, capsys, short_bench):
     """A drafter that was trained into the model's folder, from every entry point."""
     home = shutil.copytree(folder, tmp_path / "model")
     argv = ["train", "drafter", "--target", home, "--data", home / "data.jsonl", "--out", home / "drafter"]
@@ -205,7 +205,7 @@ def test_auto_is_the_same_everywhere(folder, tmp_path, capsys):
     assert "auto: drafter drafter, because it is in the model's folder" in " ".join(capsys.readouterr().out.split())
 
 
-def test_bench_text(folder, tmp_path):
+def test_bench_text(folder, tmp_path, short_bench):
     argv = ["bench", "text", "--model", folder, "--prompts", folder / "prompts.txt", "--max-new-tokens", 8]
     assert main([*map(str, argv), "--json", str(tmp_path / "b.json")]) == 0
     found = json.loads((tmp_path / "b.json").read_text())

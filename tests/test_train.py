@@ -201,7 +201,7 @@ def test_checkpoint_is_of_one_step(tmp_path, earlier, killed):
             with contextlib.suppress(OSError):
                 save(run, 20)
         fresh = trainer(folder)[0].head.state_dict()
-        drafter = train_drafter.fresh_or_resumed(model_of("llava"), folder, True, 2)
+        drafter = train_drafter.fresh_or_resumed(model_of("llava"), folder, True, 2, EagleDrafter)
         again = Trainer(run.target, drafter, run.rule, run.prompts, run.plan, folder, {"seed": 0})
         assert again.resume() == (again.step > 0)
         found.append(again.step)

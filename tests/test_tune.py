@@ -98,13 +98,12 @@ def test_bad_input_is_a_sentence(images, tmp_path, capsys):
     assert "is a folder, expected a file" in refused(capsys, *tuned(images, "--out", tmp_path))
 
 
-def test_an_image_model_is_tuned(tmp_path, capsys, monkeypatch):
+def test_an_image_model_is_tuned(folder, tmp_path, capsys, monkeypatch):
     """The choice is a measured way, other prompts decide about it, and the pipeline and the bench take it."""
     monkeypatch.setattr(command, "EXACT", ["jacobi:window=4/exact", "jacobi:redraw=maximal,window=4/rejection"])
-    tiny_images.painter(tmp_path / "m")
     (tmp_path / "p.txt").write_text("a photo of a red ring\na photo of a blue star\n")
     file, record = tmp_path / "tuned.json", tmp_path / "r.json"
-    argv = ["tune", "--model", str(tmp_path / "m"), "--prompts", str(tmp_path / "p.txt"), "--out", str(file)]
+    argv = ["tune", "--model", str(folder), "--prompts", str(tmp_path / "p.txt"), "--out", str(file)]
     assert main([*argv, "--count", "1", "--json", str(record)]) == 0
     found = json.loads(record.read_text())
     assert [row["name"] for row in found["rows"]] == ["plain", *command.EXACT] and found["n_checked"] == 1
@@ -115,11 +114,11 @@ def test_an_image_model_is_tuned(tmp_path, capsys, monkeypatch):
     assert found["predicted_speedup"] == (best["over_plain"] if pays else 1.0)
     assert ("plain decoding is the fastest" not in capsys.readouterr().out) == pays
     file.write_text(file.read_text().replace(json.dumps(found["choice"]["drafter"]), '"jacobi:window=3"'))
-    pipe = visspec.ImagePipeline.from_pretrained(tmp_path / "m", preset=file)
+    pipe = visspec.ImagePipeline.from_pretrained(folder, preset=file)
     assert (pipe.drafter, pipe.acceptance) == ("jacobi:window=3", found["choice"]["acceptance"])
-    own = visspec.ImagePipeline.from_pretrained(tmp_path / "m", drafter="none", acceptance="coupled", preset=file)
+    own = visspec.ImagePipeline.from_pretrained(folder, drafter="none", acceptance="coupled", preset=file)
     assert (own.drafter, own.acceptance) == ("none", "coupled")
-    bench = ["bench", "image", "--model", str(tmp_path / "m"), "--method", str(file), "--count", "1"]
+    bench = ["bench", "image", "--model", str(folder), "--method", str(file), "--count", "1"]
     assert "--prompts: got none for" in refused(capsys, *bench)
     bench += ["--world", "shapes"]
     assert main([*bench, "--method", "naive=none/exact", "--json", str(record)]) == 0

@@ -87,10 +87,7 @@ def sibling(side: int = 2, seed: int = 1):
     model = tf.JanusForConditionalGeneration(tf.JanusConfig(**config)).eval()
     enliven(model, seed)
     model.model.vqmodel.load_state_dict(janus().model.vqmodel.state_dict())
-    model.generation_config = tf.GenerationConfig(
-        bos_token_id=BOS, pad_token_id=PAD, eos_token_id=EOS, guidance_scale=3.0, max_length=64,
-        generation_kwargs={"boi_token_id": BOI},
-    )  # fmt: skip
+    model.generation_config = copy.deepcopy(janus().generation_config)
     return model
 
 
@@ -98,10 +95,10 @@ def pipeline(**options) -> ImagePipeline:
     return ImagePipeline(janus(), Words(), **options)
 
 
-def painter(where) -> None:
+def painter(where, **sizes) -> None:
     """A tiny random model of the painter's kind, as a checkpoint folder."""
     torch.manual_seed(0)
-    model = tf.JanusForConditionalGeneration(painter_config()).eval()
+    model = tf.JanusForConditionalGeneration(painter_config(**sizes)).eval()
     enliven(model, 0)
     model.generation_config = tf.GenerationConfig(
         bos_token_id=1, eos_token_id=2, pad_token_id=0, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,

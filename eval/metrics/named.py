@@ -21,9 +21,9 @@ def extractor(spec: str, device: str = "cpu") -> features.FeatureExtractor:
     return features.TransformersFeatures(model, processor, spec)
 
 
-def clip(spec: str, device: str = "cpu") -> clipscore.ClipScorer:
-    """Load a CLIP model of transformers with its processor."""
-    model, processor = _transformers("model", spec, "CLIPModel", "CLIPProcessor", device)
+def clip(spec: str, device: str = "cpu", argument: str = "model") -> clipscore.ClipScorer:
+    """Load a CLIP model of transformers with its processor. Errors name `argument`."""
+    model, processor = _transformers(argument, spec, "CLIPModel", "CLIPProcessor", device)
     return clipscore.ClipScorer(model, processor, spec)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests import tiny, tiny_images
+from tests import tiny
 from visspec.accept.exact import Exact
 from visspec.accept.lantern import Lantern
 from visspec.accept.rejection import Rejection
@@ -59,11 +59,10 @@ def caption_records():
 
 
 @pytest.fixture(scope="module")
-def image_record(tmp_path_factory):
+def image_record(folder, tmp_path_factory):
     """A quality bench of 2 pictures a method, kept in a folder; references of few prompts."""
     home = tmp_path_factory.mktemp("bench")
-    tiny_images.painter(home / "model")
-    pipe = ImagePipeline.from_pretrained(str(home / "model"))
+    pipe = ImagePipeline.from_pretrained(str(folder))
     with pytest.MonkeyPatch.context() as patch:
         scenes = included.scenes()
         few = scenes.prompts()[:6]

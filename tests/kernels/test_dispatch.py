@@ -201,7 +201,6 @@ def test_opcheck_of_the_other_operators():
         (ops.commit_kv, tuple(moves.values())),
         (ops.ancestors, (tree["parent"], 4)),
         (ops.tree_attention, (tree["q"], tree["k"], tree["v"], tree["length"], ancestors, None, None)),
-        (ops.accept_tree, tuple(tree_arguments(cases.accept(0, drawn=True, relaxed=True), 6, 6).values())),
     ]
     for op, arguments in calls:
         utils = "test_schema", "test_faketensor", "test_autograd_registration"

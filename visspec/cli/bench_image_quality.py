@@ -79,10 +79,7 @@ def by_photos(texts: Sequence[str], photos: Path, extractor: str, clip: str, dev
         what = "a distance depends on both counts, so only compare rows of one table"
         print(f"visspec: {len(texts)} images per method against {count} photographs; {what}", file=sys.stderr)
     features_of = named.extractor(extractor, device)
-    try:
-        scorer = None if clip == "none" else named.clip(clip, device)
-    except ValueError as error:
-        raise ValueError(f"--clip: {str(error).removeprefix('model: ')}") from None
+    scorer = None if clip == "none" else named.clip(clip, device, "--clip")
 
     def score(root: Path, drawn: list[Drawn]) -> tuple[dict[str, Any], dict[Path, dict[str, Any]]]:
         if scorer is None:
@@ -91,10 +88,8 @@ def by_photos(texts: Sequence[str], photos: Path, extractor: str, clip: str, dev
         row = clipscore.of_pairs(pairs, scorer, root.with_name(f"{root.name}.clipscore.jsonl"), [])
         return {"clipscore": row["value"], "clipscore_se": row["standard_error"], "clip": scorer.name}, {}
 
-    def reference(side: int) -> FeatureTable:
-        return features.read_features(photos, features_of)
-
-    return Judges([{"prompt": text} for text in texts], features_of, reference, score)
+    prompts = [{"prompt": text} for text in texts]
+    return Judges(prompts, features_of, lambda side: features.read_features(photos, features_of), score)
 
 
 def judge(

@@ -26,7 +26,6 @@ LEAST = {"fid": 4, "kid": 2}  # minimum number of images on each side
 class MetricOptions(JsonOption):
     what: str = option(command=True)
     device: str = option("torch device; auto: the GPU if there is one", "auto")
-    json: Path | None = option("write the result to this file", None, writes="file")
     generated: Path = option(FOLDER, positional=True)
 
 

@@ -89,7 +89,6 @@ def draw(arguments: Options) -> None:
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
     stream = pipe.stream(texts, num_images_per_prompt=arguments.n, seed=arguments.seed, **settings(arguments))
     shown: list[Image.Image] = []
-    captions: list[str] = []
     about = {name: getattr(pipe, name) for name in CHOSEN} | {"provenance": provenance(pipe.model)}
     single = is_picture(arguments.out)
     if single and len(texts) * arguments.n > 1:
@@ -106,7 +105,6 @@ def draw(arguments: Options) -> None:
                 picture = beside(image, part, i) if arguments.maps else image
                 save(picture, path)
                 shown.append(picture)
-                captions.append(part.prompts[i])
                 passes = int(part.passes[i].max()) + 1
                 row = {"path": str(path), "prompt": part.prompts[i], "seed": part.seeds[i], "nfe": passes}
                 results.append(row | {name: getattr(part.stats[0], name) for name in MEASURED})
@@ -119,7 +117,7 @@ def draw(arguments: Options) -> None:
         if shown:
             write_json(arguments.json, {"results": results, "complete": complete, **about})
         if shown and arguments.grid:
-            save(grid(shown, captions), arguments.grid)
+            save(grid(shown, [row["prompt"] for row in results]), arguments.grid)
             print(f"{arguments.grid}: all {len(shown)}")
 
 

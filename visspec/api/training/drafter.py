@@ -36,7 +36,6 @@ from visspec.io.checkpoint import CONFIG, read_json
 from visspec.io.options import sampling_arguments
 from visspec.io.provenance import provenance
 from visspec.models.decoder.target import HFDecoder
-from visspec.models.eagle.drafter import EagleDrafter
 from visspec.presets import Recipe
 from visspec.train.batches import TrainingBatch
 from visspec.train.capture import AnsweredRequest, capture
@@ -336,7 +335,7 @@ def what_is_seen(
     )
 
 
-def fresh_or_resumed(model, out: str | Path, resume: bool, seed: int, kind: type[Any] = EagleDrafter, **options: Any):
+def fresh_or_resumed(model, out: str | Path, resume: bool, seed: int, kind: type[Any], **options: Any):
     """Return the drafter of the run's folder if it is resumed and exists, else a new one of class `kind`."""
     if resume and (saved := checkpoint(out)):
         return kind.from_pretrained(saved / DRAFTER, model)
