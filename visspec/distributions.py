@@ -90,9 +90,9 @@ class Categorical(Distribution):
 
     @property
     def width(self) -> int:
-        known = self._p if self._logits is None else self._logits
-        assert known is not None
-        return known.shape[-1]
+        table = self._p if self._logits is None else self._logits
+        assert table is not None
+        return table.shape[-1]
 
     @classmethod
     def chain(cls, distributions: Sequence[Categorical]) -> Categorical:

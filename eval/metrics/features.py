@@ -133,8 +133,8 @@ class Inception:
     def __init__(self, path: str | Path | None = None, device: str | torch.device = "cpu"):
         path = Path(path) if path else Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
         if not path.is_file():
-            needed = f"torch-fidelity's {INCEPTION_FILE} is needed"
-            raise FileNotFoundError(f"there is no Inception weight file {path}; {needed}.")
+            need = f"torch-fidelity's {INCEPTION_FILE} is needed"
+            raise FileNotFoundError(f"there is no Inception weight file {path}; {need}.")
         actual = file_digest(path)
         if not actual.startswith(INCEPTION_SHA256):
             raise ValueError(f"{path} has SHA-256 {actual[:8]}, not {INCEPTION_SHA256} of the 2015-12-05 Inception.")
