@@ -46,6 +46,8 @@ class SmallModel(StructuredDrafter):
     def __init__(self, small: PreTrainedModel, model: PreTrainedModel, reads: int | None = READS):
         if reads is not None and reads < 1:
             raise ValueError(f"reads: got {reads}, expected at least 1 or None.")
+        if not hasattr(small, "prepare_inputs_for_generation"):
+            raise ValueError(f"drafter: {type(small).__name__} does not generate. Pass a causal language model.")
         self.target, self.reads = HFDecoder(small), reads
         if self.target.states:
             raise ValueError(f"drafter: got {type(small).__name__} with recurrent layers, expected attention.")
