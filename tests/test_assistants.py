@@ -226,7 +226,7 @@ def test_processors_are_applied():
 
 
 def test_masked_language_models_are_refused():
-    bert = tf.BertForMaskedLM(tf.BertConfig(100, 32, 2, 2, 64))
+    bert = tf.BertForMaskedLM(tf.BertConfig(vocab_size=100, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
     with pytest.raises(ValueError, match="drafter: BertForMaskedLM does not generate"):
         assistant(bert, llama())
 
