@@ -119,7 +119,7 @@ def config_of(
     """Convert a checkpoint's configuration to transformers' and a variant. Raises ValueError if it is unsupported."""
     layer, fields = layer_of(folder, form, data), entries_of(form, data)
     check_verifier(folder, data, model)
-    sizes = {name: entry(folder, layer, name, int) for name in SIZES}
+    sizes: dict[str, Any] = {name: entry(folder, layer, name, int) for name in SIZES}
     check_whole("num_hidden_layers", sizes["num_hidden_layers"], 1, MOST_LAYERS)
     theta, scaling, _, _, partial = rope_of(folder, layer)
     check_entries(folder, {"partial_rotary_factor": partial}, {"partial_rotary_factor": 1.0})

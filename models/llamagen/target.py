@@ -34,7 +34,7 @@ class LlamaGenImages(Family):
         settings: A generation_config that replaces the folder's.
     """
 
-    target = ImageAR
+    target: type[Any] = ImageAR
     name = "llamagen"
     load = staticmethod(LlamaGenImageModel.read)
 

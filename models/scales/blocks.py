@@ -59,12 +59,12 @@ def norm(x: Tensor) -> Tensor:
 class NextScale(Network):
     """Base class of networks that predict all codes of a scale at once, given the earlier scales and a condition.
 
-    Subclasses define these attributes and `forward(x, given, attend, places)`.
+    Subclasses define these attributes and `forward(x, condition, attend, places)`.
     """
 
     config: Any
     pos_start: nn.Parameter
-    first: Callable[..., Tensor]  # (given)
+    first: Callable[..., Tensor]  # (embedded condition)
     embed: Callable[..., Tensor]  # (x, begin)
-    logits: Callable[..., Tensor]  # (hidden, given)
-    given: Callable[..., Any]  # (condition of R rows): what the blocks take
+    logits: Callable[..., Tensor]  # (hidden, embedded condition)
+    embed_condition: Callable[..., Any]  # (condition of R rows): what the blocks take

@@ -33,7 +33,7 @@ class ConditionState:
     """State of a next-scale model for some images.
 
     Args:
-        condition: Conditions of R rows, as the network takes them (`given`): class numbers for VAR, texts for
+        condition: Conditions of R rows, as the network takes them (`embed_condition`): class numbers for VAR, texts for
             Infinity.
         cache: An empty one; by default with room for all scales.
     """
@@ -45,7 +45,7 @@ class ConditionState:
         self.cache = ScaleCache(self.scales, net.config.depth) if cache is None else cache
         self.count = [0] * images  # maps read per image
         self.features = quantizer.blank(images, self.scales, net.device)
-        self.logits_function = False
+        self.is_started = False
         self.after: list[Tensor] = []  # features after each node of the latest pass
 
     @property
@@ -67,7 +67,7 @@ class ConditionState:
         inputs: list[tuple[int, list[int] | None, Tensor, int]] = []  # first scale, images, (R, Q, C), scales
         for count, images in groups:
             x_RQC, number = self._inputs(count, images, value_BNS, features)
-            inputs.append((count + 1 if self.logits_function else 0, images, x_RQC, number))
+            inputs.append((count + 1 if self.is_started else 0, images, x_RQC, number))
         self.after = features
         x_RQC, places = self._open(inputs)
         hidden = self.net(x_RQC, self.given, self.cache.attend, places)
@@ -83,7 +83,7 @@ class ConditionState:
             logits = self.net.logits(own, condition).split(sizes, dim=1) if number else ()
             codes = self.net.config.codes  # a position's codes are adjacent
             out.append(DistanceGroup(images, first, [part.unflatten(2, (-1, codes)).flatten(1, 2) for part in logits]))
-        self.logits_function = True
+        self.is_started = True
         return out
 
     def keep(self, counts: list[int]) -> None:
@@ -142,12 +142,12 @@ class ConditionState:
             if scale + 1 < len(self.scales):
                 parts.append(self.quantizer.shrink(features, scale + 1, self.scales))
         begin, copies = self.scales.begins[min(count + 1, len(self.scales))], self.copies
-        inputs = [] if self.logits_function else [self.net.first(self.given)]
+        inputs = [] if self.is_started else [self.net.first(self.given)]
         if parts:
             inputs.append(self.net.embed(torch.cat(parts, dim=1), begin).repeat(copies, 1, 1))
         if not inputs:
             inputs = [self.net.pos_start.new_zeros(copies * len(features), 0, self.net.config.width)]
-        return torch.cat(inputs, dim=1), len(parts) + (not self.logits_function)
+        return torch.cat(inputs, dim=1), len(parts) + (not self.is_started)
 
     def _open(self, inputs: list[tuple[int, list[int] | None, Tensor, int]]) -> tuple[Tensor, Tensor]:
         """Combine inputs (R, Q, C) of all images, return them with their places (R|1, Q), and open the cache."""
