@@ -39,8 +39,8 @@ __all__ = ["FILES", *sorted(_HOME)]
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-    return found
+    globals()[name] = attribute = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    return attribute
 
 
 def __dir__() -> list[str]:

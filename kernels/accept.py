@@ -112,15 +112,16 @@ def accept_tree_host(tokens, parent, p, q, uniforms, draw, mass, neighbours, del
     q, mass = None if q is None else host(q), None if mass is None else mass.tolist()
     tokens, uniforms, draw = tokens.tolist(), uniforms.tolist(), draw.tolist()
     parent = parent.tolist() if parent.dim() == 2 else [parent.tolist()] * B
-    near = None if neighbours is None else (table_on_host(neighbours), delta, lam)
+    bounds = None if neighbours is None else (table_on_host(neighbours), delta, lam)
     columns = min(depth + 1, N)
     path = np.full((B, columns), -1)
     length, following, drift = np.empty(B, np.int64), np.empty(B, np.int64), np.empty(B, np.float32)
     for b, ids in enumerate(tokens):
         drafts, extra, law_at = None if q is None else q[b], None if mass is None else mass[b], laws(b)
-        kept, left, law, drift[b] = _walk(ids, parent[b], law_at, drafts, uniforms[b], extra, near, columns, branch)
-        following[b], length[b] = _draw_by_blocks(left, law, draw[b]), len(kept)
-        path[b, : len(kept)] = kept
+        walk = _walk(ids, parent[b], law_at, drafts, uniforms[b], extra, bounds, columns, branch)
+        accepted, residual, law, drift[b] = walk
+        following[b], length[b] = _draw_by_blocks(residual, law, draw[b]), len(accepted)
+        path[b, : len(accepted)] = accepted
     return tuple(map(torch.from_numpy, (path, length, following, drift)))
 
 
@@ -178,10 +179,10 @@ def _walk(tokens, parent, law_at, q, uniforms, mass, near, columns, branch):
         if used is not None and siblings < branch:  # later siblings may not use these codes
             spent.append(used)
             if rest is None:
-                source = _without(law.copy() if source is law else source, spent[-1:])
+                source = _zeroed_weights(law.copy() if source is law else source, spent[-1:])
                 source[x] = 0.0
             else:
-                source = _without(rest.copy(), spent)
+                source = _zeroed_weights(rest.copy(), spent)
     return kept, _zero_ids((law if rest is None else rest).astype(np.float64), tried), law, drift
 
 
@@ -198,7 +199,7 @@ def _zero_ids(weights, ids):
     return weights
 
 
-def _without(weights, spent):
+def _zeroed_weights(weights, spent):
     """Set the weights at these ids to 0, in place. Ids outside the vocabulary are ignored."""
     for ids in spent:
         if not in_range(ids, len(weights)):
@@ -261,21 +262,21 @@ def _accept_tree_kernel(  # noqa: C901
     if DRAWN or ONCE:
         tl.debug_barrier()
     for n in range(1, N):
-        above = tl.load(parent + row * parent_stride + n).to(tl.int32)
-        if (above == cur) & (count < D) & (siblings < branch):
+        parent_n = tl.load(parent + row * parent_stride + n).to(tl.int32)
+        if (parent_n == cur) & (count < D) & (siblings < branch):
             siblings += 1
             tried = tl.full((), 0, tl.int32) + n
             x = tl.load(tokens + row * N + n).to(tl.int64)
             draft = drafts + (tl.full((), 0, tl.int64) + n) * V
-            known = (x >= 0) & (x < V)
-            safe = tl.where(known, x, 0)
+            in_range = (x >= 0) & (x < V)
+            safe = tl.where(in_range, x, 0)
             law = laws + cur.to(tl.int64) * V
             px = tl.load(law + safe).to(tl.float64)
-            earlier = (parents == above) & (nodes < n)
-            valid = known
+            earlier = (parents == parent_n) & (nodes < n)
+            valid = in_range
             qx = tl.full((), 1.0, tl.float64)
             room = px
-            over = left
+            remaining = left
             if DRAWN:
                 qx = tl.load(draft + safe).to(tl.float64)
                 past = tl.load(drafts + nodes.to(tl.int64) * V + safe, mask=earlier, other=0.0).to(tl.float64)
@@ -284,16 +285,16 @@ def _accept_tree_kernel(  # noqa: C901
                 exact = tl.minimum(room / tl.maximum(left * qx, TINY), 1.0)
             else:
                 twins = tl.sum((earlier & (drafted == x)).to(tl.int32))
-                valid = known & (twins == 0)
-                over = 1.0 - spent
-                exact = tl.minimum(px / tl.maximum(over, TINY), 1.0)
+                valid = in_range & (twins == 0)
+                remaining = 1.0 - spent
+                exact = tl.minimum(px / tl.maximum(remaining, TINY), 1.0)
             share = qx
             extra = tl.full((), 0.0, tl.float64)
             if MASS:
                 extra = tl.load(mass + row * N + n).to(tl.float64)
             if NEAR:
-                share = tl.maximum(over * qx, TINY)
-                bound = over * delta
+                share = tl.maximum(remaining * qx, TINY)
+                bound = remaining * delta
                 if LAM:
                     bound = room * (lam - 1.0)
                 total = tl.full((), 0.0, tl.float64)
@@ -301,21 +302,21 @@ def _accept_tree_kernel(  # noqa: C901
                 limit = tl.full((), 0, tl.int32) + K
                 while k < limit:
                     at = k + tl.arange(0, BLOCK_K)
-                    near = tl.load(neighbours + safe * K + at, mask=at < K, other=0).to(tl.int64)
-                    near_ok = (at < K) & (near >= 0) & (near < V)
+                    neighbour = tl.load(neighbours + safe * K + at, mask=at < K, other=0).to(tl.int64)
+                    near_ok = (at < K) & (neighbour >= 0) & (neighbour < V)
                     if DRAWN:
-                        weight = tl.maximum(tl.load(rest + near, mask=near_ok, other=0.0), 0.0).to(tl.float64)
+                        weight = tl.maximum(tl.load(rest + neighbour, mask=near_ok, other=0.0), 0.0).to(tl.float64)
                     else:
-                        weight = tl.load(law + near, mask=near_ok, other=0.0).to(tl.float64)
+                        weight = tl.load(law + neighbour, mask=near_ok, other=0.0).to(tl.float64)
                     if ONCE:
-                        weight = tl.where(tl.load(used_at + near, mask=near_ok, other=0) == cur + 1, 0.0, weight)
+                        weight = tl.where(tl.load(used_at + neighbour, mask=near_ok, other=0) == cur + 1, 0.0, weight)
                     summed = total + tl.cumsum(weight, 0)
                     kept = summed <= bound
                     extra = tl.maximum(extra, tl.max(tl.where(kept, summed, 0.0), 0))
                     total += tl.sum(weight, 0)
                     if ONCE:  # an accepted node's marks are not read again
                         used = (near_ok & kept & valid) != 0  # an int where the interpreter made `valid` one
-                        tl.store(used_at + near, tl.zeros((BLOCK_K,), tl.int32) + cur + 1, mask=used)
+                        tl.store(used_at + neighbour, tl.zeros((BLOCK_K,), tl.int32) + cur + 1, mask=used)
                     k += BLOCK_K
                     limit = tl.where(total <= bound, limit, 0)
             exact = tl.where(valid, exact, 0.0)

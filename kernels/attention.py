@@ -68,9 +68,9 @@ def tree_attention_torch(
     prefix = node < 0
     if start is not None:
         prefix = prefix & (slot >= start.unsqueeze(1))
-    inside = ((node >= 0) & (node < N)).unsqueeze(1)
+    is_node = ((node >= 0) & (node < N)).unsqueeze(1)
     tree = ancestors.gather(2, node.clamp(0, N - 1).unsqueeze(1).expand(B, N, S))
-    allowed = (prefix.unsqueeze(1) | (tree & inside)).unsqueeze(1)
+    allowed = (prefix.unsqueeze(1) | (tree & is_node)).unsqueeze(1)
     rows = allowed.expand(B, H // G, N, S).reshape(B, 1, H // G * N, S)
     folded = q.reshape(B, G, H // G * N, F)
     out = torch.nn.functional.scaled_dot_product_attention(folded, k, v, attn_mask=rows, scale=scaling)
@@ -98,11 +98,11 @@ def _tree_attention_kernel(
     tile = tl.load(query, mask=live[:, None] & (f[None, :] < F), other=0.0)
     if UPCAST:
         tile = tile.to(tl.float32)
-    used = tl.load(length + b * lb).to(tl.int32)
+    filled = tl.load(length + b * lb).to(tl.int32)
     first = tl.full((), 0, tl.int32)
     if START:
         first = tl.load(start + b * sb).to(tl.int32)
-    blocks = (used + N + BLOCK_S - 1) // BLOCK_S
+    blocks = (filled + N + BLOCK_S - 1) // BLOCK_S
     each = (blocks + SPLITS - 1) // SPLITS
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -110,7 +110,7 @@ def _tree_attention_kernel(
     for block in range(split * each, tl.minimum(split * each + each, blocks)):
         s = block * BLOCK_S + tl.arange(0, BLOCK_S)
         wide = s.to(tl.int64)
-        cached = s < used + N
+        cached = s < filled + N
         keys = tl.load(
             k + b * kb + g * kg + wide[None, :] * ks + f[:, None], mask=cached[None, :] & (f[:, None] < F), other=0.0
         )
@@ -121,11 +121,11 @@ def _tree_attention_kernel(
             keys = keys.to(tl.float32)
             values = values.to(tl.float32)
         score = tl.dot(tile, keys, input_precision="ieee") * scale
-        own = s - used
+        own = s - filled
         in_tree = (own >= 0) & (own < N)
         relation = ancestors + (b * ab + node * an)[:, None] + own[None, :]
         related = tl.load(relation, mask=live[:, None] & in_tree[None, :], other=0) != 0
-        prefix = (s < used) & (s >= first)
+        prefix = (s < filled) & (s >= first)
         allowed = (prefix[None, :] | related) & live[:, None]
         score = tl.where(allowed, score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, 1))

@@ -56,10 +56,10 @@ def _commit_kernel(
     base += b * stride_b + tl.program_id(2).to(tl.int64) * stride_h
     base += tl.load(length + b).to(tl.int64) * stride_s
     lanes = tl.arange(0, BLOCK_F)
-    kept = tl.minimum(tl.load(count + b).to(tl.int32), D)
-    for start in range(0, kept, BLOCK_D):
+    accepted = tl.minimum(tl.load(count + b).to(tl.int32), D)
+    for start in range(0, accepted, BLOCK_D):
         j = start + tl.arange(0, BLOCK_D)
-        source = tl.load(path + b * D + j, mask=j < kept, other=-1).to(tl.int64)
+        source = tl.load(path + b * D + j, mask=j < accepted, other=-1).to(tl.int64)
         moves = (source > j)[:, None] & (lanes < F)[None, :]
         rows = tl.load(base + source[:, None] * stride_s + lanes[None, :], mask=moves)
         tl.debug_barrier()  # a slot may be the source of one row and the destination of another

@@ -60,13 +60,13 @@ def on_device(launch: Callable[..., Result]) -> Callable[..., Result]:
     """
 
     @functools.wraps(launch)
-    def guarded(first: Tensor | Sequence[Tensor], *rest: object) -> Result:
+    def call_on_device(first: Tensor | Sequence[Tensor], *rest: object) -> Result:
         with torch.cuda.device_of(first if isinstance(first, Tensor) else first[0]):
             if triton is None:
                 raise RuntimeError("triton: not installed, but kernels on CUDA tensors need it.")
             return launch(first, *rest)
 
-    return guarded
+    return call_on_device
 
 
 def operator(

@@ -64,8 +64,8 @@ def _window_kernel(p, q, token, p_mass, q_mass, V, half, BLOCK_V: tl.constexpr):
     """
     r = tl.program_id(0).to(tl.int64)
     x = tl.load(token + r).to(tl.int64)
-    known = (x >= 0) & (x < V)
-    x = tl.where(known, x, 0)
+    in_range = (x >= 0) & (x < V)
+    x = tl.where(in_range, x, 0)
     px = tl.load(p + r * V + x).to(tl.float64)
     in_p = px
     in_q = tl.load(q + r * V + x).to(tl.float64)
@@ -83,14 +83,14 @@ def _window_kernel(p, q, token, p_mass, q_mass, V, half, BLOCK_V: tl.constexpr):
                 at = start + tl.arange(0, BLOCK_V)
                 w = tl.load(p + r * V + at, mask=at < V, other=0.0).to(tl.float32)
                 if upward:
-                    beyond = ((w > value) | ((w == value) & (at < index))) & (at < V)
-                    closest = tl.min(tl.where(beyond, w, float("inf")), 0)
-                    where = tl.max(tl.where(beyond & (w == closest), at, -1), 0)
+                    farther = ((w > value) | ((w == value) & (at < index))) & (at < V)
+                    closest = tl.min(tl.where(farther, w, float("inf")), 0)
+                    where = tl.max(tl.where(farther & (w == closest), at, -1), 0)
                     better = (where >= 0) & (closest <= best)
                 else:
-                    beyond = ((w < value) | ((w == value) & (at > index))) & (at < V)
-                    closest = tl.max(tl.where(beyond, w, -1.0), 0)
-                    where = tl.min(tl.where(beyond & (w == closest), at, V), 0)
+                    farther = ((w < value) | ((w == value) & (at > index))) & (at < V)
+                    closest = tl.max(tl.where(farther, w, -1.0), 0)
+                    where = tl.min(tl.where(farther & (w == closest), at, V), 0)
                     better = (where < V) & (closest > best)
                 best_at = tl.where(better, where, best_at).to(tl.int32)
                 best = tl.where(better, closest, best)
@@ -100,8 +100,8 @@ def _window_kernel(p, q, token, p_mass, q_mass, V, half, BLOCK_V: tl.constexpr):
             in_p += tl.where(exists, value.to(tl.float64), 0.0)
             in_q += tl.where(exists, tl.load(q + r * V + index).to(tl.float64), 0.0)
             step = tl.where(exists, step + 1, half)
-    tl.store(p_mass + r, tl.where(known, in_p, 0.0).to(tl.float32))
-    tl.store(q_mass + r, tl.where(known, in_q, 0.0).to(tl.float32))
+    tl.store(p_mass + r, tl.where(in_range, in_p, 0.0).to(tl.float32))
+    tl.store(q_mass + r, tl.where(in_range, in_q, 0.0).to(tl.float32))
 
 
 def grouped_mass_triton(p, q, token, group):

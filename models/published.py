@@ -70,10 +70,10 @@ def form_of(folder: Path, data: dict, names: Iterable[str]) -> tuple[str, str]:
         return "eagle", "eagle"
     if first and not is_unknown and not {"fc.weight", "midlayer.hidden_norm.weight"} & names:
         return "transformers", ""
-    known = ", ".join([*EAGLE3[:1], *BLOCKS, *(f"speculators' {kind}" for kind in SPECULATORS)])
+    forms = ", ".join([*EAGLE3[:1], *BLOCKS, *(f"speculators' {kind}" for kind in SPECULATORS)])
     raise ValueError(
         f"drafter: {folder} is a checkpoint of {shorten(first or None)}, expected EAGLE-1, 2 or 3, MSD, ViSpec, DFlash,"
-        f" DSpark or Domino ({known}), a model of transformers, or one of ours."
+        f" DSpark or Domino ({forms}), a model of transformers, or one of ours."
     )
 
 

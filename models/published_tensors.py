@@ -53,11 +53,11 @@ def read_all_tensors(path: str | Path) -> dict[str, Tensor]:
         raise ValueError(f"checkpoint: {path} holds {PICKLE.format(path.name)}.")
     tensors: dict[str, Tensor] = {}
     for file in weight_files(path) if path.is_dir() else [inside(path.parent, path.name)]:
-        read = read_file(file, lambda opened, name: opened.get_tensor(name))
-        twice = sorted(tensors.keys() & read.keys())
+        new = read_file(file, lambda opened, name: opened.get_tensor(name))
+        twice = sorted(tensors.keys() & new.keys())
         if twice:
             raise ValueError(f"checkpoint: {path} holds tensor {twice[0]!r} twice, expected the path of one model.")
-        tensors |= read
+        tensors |= new
     return unwrap_names(tensors, path)
 
 
@@ -135,7 +135,7 @@ class Weights(dict[str, Tensor]):
 def load_published(
     module: ModuleT,
     shapes: Mapping[str, tuple[int, ...]],
-    read: Callable[[], Mapping[str, Tensor]],
+    reader: Callable[[], Mapping[str, Tensor]],
     where: str | Path,
     dtype: torch.dtype,
     published: Callable[[str], str] = str,
@@ -147,7 +147,7 @@ def load_published(
     Args:
         module: The module, on `meta`.
         shapes: The shapes of the file's tensors, compared with the module's before anything is read.
-        read: Reads the tensors, with the names of `shapes`.
+        reader: Reads the tensors, with the names of `shapes`.
         where: The file or folder, for errors.
         dtype: The module's dtype.
         published: The file's name of a tensor of the module.
@@ -156,15 +156,15 @@ def load_published(
     """
     names = {own: published(own) for own in module.state_dict()}
     owns = {name: own for own, name in names.items()}
-    used = {name: owns.get(name, name) for name in shapes if name in owns or name not in ignored}
+    sources = {name: owns.get(name, name) for name in shapes if name in owns or name not in ignored}
 
     def named(own: str) -> str:
         return names.get(own, own)
 
-    check_shapes(module, {own: shapes[name] for name, own in used.items()}, where, named)
+    check_shapes(module, {own: shapes[name] for name, own in sources.items()}, where, named)
     module = (module.to_empty(device="cpu") if rebuild is None else rebuild()).to(dtype)
-    tensors = read()
-    load_strictly(module, {own: tensors[name] for name, own in used.items()}, where, named)
+    tensors = reader()
+    load_strictly(module, {own: tensors[name] for name, own in sources.items()}, where, named)
     return module.eval()
 
 

@@ -38,7 +38,7 @@ import visspec
 from tests.doubles import Oracle, TreeOracle, new_tokens
 from tests.tiny import PAD, VOCAB
 from tests.tiny_classes import NEW, WINDOW, Batches, cases, generating, single_row
-from visspec.eval.bench.oracle import erring
+from visspec.eval.bench.oracle import with_errors
 from visspec.models.decoder.prefix import ROOM
 
 INVARIANT = bool(os.environ.get("BATCH_INVARIANT"))
@@ -48,7 +48,7 @@ LIMITS = (NEW, NEW // 2, NEW // 2, NEW // 3)  # of the prompts of a stream: rows
 WRONG = 0.3  # share of an oracle's drafts that are wrong
 DRAFTERS: dict[str, Callable[[list[list[int]]], Any]] = {
     "none": lambda answers: None, "ngram": lambda answers: "ngram",
-    "chain": lambda answers: Oracle(erring(torch.tensor(answers), 1 - WRONG, VOCAB).tolist()),
+    "chain": lambda answers: Oracle(with_errors(torch.tensor(answers), 1 - WRONG, VOCAB).tolist()),
     "tree": lambda answers: TreeOracle(answers, WRONG, per_row=len(answers) > 1),
 }  # fmt: skip
 ORDER = ("WRONG", "traceback", "not built", "stock fails", "refused", "identical")  # the worst first

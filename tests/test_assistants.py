@@ -225,6 +225,12 @@ def test_processors_are_applied():
     assert torch.equal(visspec.accelerate(target, drafter, adaptive=False).generate(**inputs, **options), expected)
 
 
+def test_masked_language_models_are_refused():
+    bert = tf.BertForMaskedLM(tf.BertConfig(vocab_size=100, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
+    with pytest.raises(ValueError, match="drafter: BertForMaskedLM does not generate"):
+        assistant(bert, llama())
+
+
 def test_kinds_are_told_apart_by_form():
     target, drafter = pair_of("dflash")
     assert type(assistant(drafter, target)) is BlockModel

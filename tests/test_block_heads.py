@@ -139,7 +139,7 @@ def test_the_greedy_chain_of_a_selector_is_that_of_its_walk(places):
     head, token = CandidateSelector(50, 8, 4, 5), torch.tensor([3, 49, 0])
     [torch.nn.init.normal_(p) for p in head.parameters()]
     logits, hidden = torch.randn(3, places, 50), torch.randn(3, places, 8)
-    found, below = head.likeliest(logits, hidden, token), head.begun(logits, hidden)
+    found, below = head.likeliest(logits, hidden, token), head.logits_function(logits, hidden)
     for place in range(places):
         token = below(place, token[:, None])[:, 0].argmax(-1)
         assert torch.equal(found[:, place], token)

@@ -22,7 +22,7 @@ from visspec.api.loading import load
 from visspec.api.text.accelerate import accelerate
 from visspec.cli.main import main
 from visspec.io import included
-from visspec.io.files import Journal, replacing
+from visspec.io.files import Journal, atomic_write
 from visspec.io.images import image_files
 
 SHORT = ["--max-new-tokens", "4", "--drafter", "none"]
@@ -420,7 +420,7 @@ def test_a_full_disk_loses_no_record(tmp_path):
         assert adding.value.filename == closing.value.filename == str(path)
         journal._file = room
     other = tmp_path / "other"
-    with pytest.raises(OSError, match=f"No space left on device: '{other}'"), replacing(other):
+    with pytest.raises(OSError, match=f"No space left on device: '{other}'"), atomic_write(other):
         Path("/dev/full").write_bytes(b"x")
     with Journal(path, {}) as again:
         assert again.done == {"x"}

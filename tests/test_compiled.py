@@ -94,7 +94,7 @@ def test_what_is_compiled_after_a_warm_up_is_counted_as_late(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     functions = compiled.CompiledFunctions("a model")
     double = functions.compile(lambda x: 2 * x)
-    with functions.warming(False, "doubling"):
+    with functions.warm_up(False, "doubling"):
         double(torch.ones(3))
     double(torch.ones(3).double())
     assert (functions.graphs, functions.late) == (2, 1)

@@ -212,8 +212,8 @@ def test_block_rollout_equals_drafting(name, head, first, monkeypatch):
             pending, read = lesson.ids[:, start + anchor], anchor
             hidden = drafter._pass(state.memory, pending, state.memory.placed(state.position) + anchor)
             before = lesson.ids[:, start + anchor : start + anchor + 3]
-            below, few = drafter.form.sequential.begun(drafter.lm_head(hidden[:, 1:]), hidden[:, 1:]), 11 - anchor
-            want = torch.cat([below(place, before[:, [place]]) for place in range(3)[:few]], dim=1)
+            below = drafter.form.sequential.logits_function(drafter.lm_head(hidden[:, 1:]), hidden[:, 1:])
+            want = torch.cat([below(place, before[:, [place]]) for place in range(3)[: 11 - anchor]], dim=1)
             got = logits[:, anchor : anchor + 3]
             both = want.isfinite() & got.isfinite()  # the answer's own token may be one of the few alone
             assert (both.sum(-1) >= (5 if drafter.config.selector else 96)).all()

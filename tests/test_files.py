@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from visspec.io.checkpoint import check_folder
-from visspec.io.files import Journal, replacing, unwritable, write_json
+from visspec.io.files import Journal, atomic_write, unwritable, write_json
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def test_what_is_no_file_is_written_to_and_a_link_stays_one(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     assert unwritable(tmp_path / "fifo") is None
     (tmp_path / "link").symlink_to(tmp_path / "real")
-    with replacing(tmp_path / "link") as draft:
+    with atomic_write(tmp_path / "link") as draft:
         draft.write_text("x")
     assert (tmp_path / "link").is_symlink() and (tmp_path / "real").read_text() == "x"
 

@@ -18,7 +18,7 @@ from tests.tiny import TEXT, built, llama, model_of, prompt, shapes
 from visspec import tree as trees
 from visspec.cache import SlotCache, visibility
 from visspec.models.attention import draft_attention, pass_inputs
-from visspec.models.attention.draft_attention import switched
+from visspec.models.attention.draft_attention import switch_attention
 from visspec.models.attention.pass_inputs import NAME
 from visspec.models.decoder.target import HFDecoder
 
@@ -162,7 +162,7 @@ def test_the_implementation_is_restored_after_an_exception(monkeypatch):
 
 def test_passes_of_two_threads_may_overlap():
     configs = draft_attention.configurations(model_of("llama"))
-    first, second = switched(configs), switched(configs)
+    first, second = switch_attention(configs), switch_attention(configs)
     for step, name in ((first.__enter__, NAME), (second.__enter__, NAME)):
         step()
         assert configs[0]._attn_implementation == name and draft_attention.implementation(configs[0]) == "sdpa"
@@ -176,7 +176,7 @@ def test_passes_of_two_threads_may_overlap():
 def test_stock_calls_under_our_name_equal_those_under_sdpa(shape):
     """What another thread computes while a pass runs: prompts with padding, and single steps."""
     model, inputs = model_of("llama"), prompt("llama", shapes("llama")[shape])
-    with switched(draft_attention.configurations(model)):
+    with switch_attention(draft_attention.configurations(model)):
         assert new_tokens(model.generate(**inputs, **GREEDY), inputs) == stock("llama", shape)
         found = model(**inputs).logits
     assert torch.equal(found, model(**inputs).logits)

@@ -279,7 +279,7 @@ def test_refiner_reads_earlier_scales(parts, tmp_path):
     target = ScaleTarget(targets.InfinityImages(model, features_of, vae, refiner=small, handover=2))
     prompt = target.family.prompt(["snow"], False)
     bits = torch.randint(2, (1, SCALES.total * BITS))
-    reading = target.reading(prompt, Sampling(1.0), small)
+    reading = target.initial_state(prompt, Sampling(1.0), small)
     (group,) = reading.read(maps_of(bits, BITS)[:, :2], last=True)
     wanted = Published(tensors, SCALES).logits(bits[0], features_of(["snow"])[0][0])[5:11].reshape(-1, 2)
     assert group.first == 2

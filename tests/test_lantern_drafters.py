@@ -183,7 +183,7 @@ def test_the_network_is_the_described_one(name, guidance, tmp_path):
         ids, features, feature = it.ids, it.features, used._catch_up(memory, 3)
         for level in range(3):
             want, states = it.say(ids, features)
-            logits = used._logits(used._mixed(feature, state))
+            logits = used._logits(used._mix_features(feature, state))
             torch.testing.assert_close(logits[:, : tiny.CODES], want, rtol=1e-4, atol=1e-4)
             token, turn = logits.argmax(dim=-1), memory.rope(memory.table, 1, level)
             feature = used.layer.step(memory, memory.each(token), feature, None, turn, level)
@@ -198,7 +198,7 @@ def test_the_network_is_the_described_one(name, guidance, tmp_path):
         for b in range(3):
             state.tokens[b].append(int(state.pending[b]))
     used.select(state, [0, 2])  # rows that are left
-    logits = used._logits(used._mixed(used._catch_up(memory, 3), state))
+    logits = used._logits(used._mix_features(used._catch_up(memory, 3), state))
     want = it.say(it.ids, it.features)[0][[0, 2]]
     torch.testing.assert_close(logits[:, : tiny.CODES], want, rtol=1e-4, atol=1e-4)
 

@@ -90,10 +90,11 @@ def test_forced_text_is_drafted(package, monkeypatch):
 def test_longest_forced_token(package):
     own = processors.at_any_prefix(PACKAGES[package]()["logits_processor"][0], torch.tensor([[1]]))
     ids = lambda text: tokenizer()(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-    assert own.forced(0, [1, *ids('{"')]) == ids("ground")[0], "`g` begins it, too"
-    assert own.forced(0, [1, *ids('{"ground": "')]) is None
-    assert own.forced(0, [1, *ids('{"ground": "a", "first": {"colour": "')]) is None
-    assert own.forced(0, [1, *ids('{"ground": "a", "first": {"colour": "red", "count": 2}, "seen": true}')]) == EOS
+    assert own.forced_token(0, [1, *ids('{"')]) == ids("ground")[0], "`g` begins it, too"
+    assert own.forced_token(0, [1, *ids('{"ground": "')]) is None
+    assert own.forced_token(0, [1, *ids('{"ground": "a", "first": {"colour": "')]) is None
+    whole = ids('{"ground": "a", "first": {"colour": "red", "count": 2}, "seen": true}')
+    assert own.forced_token(0, [1, *whole]) == EOS
 
 
 def walk(matcher: processors.Matcher, tokens: list[int]) -> list[list[int]]:

@@ -152,7 +152,7 @@ def test_short_row_is_no_rejection():
     """Beside a row that keeps five of five, one with a node and no more: rate 1 at depth 2, offered half."""
     seen = to_device(AdaptiveLength(5), [Round(5, [6, 2], [False, False])] * 300).acceptance()
     assert seen.rates() == pytest.approx([1.0] * 5, abs=0.03)
-    assert seen.offered() == pytest.approx([1.0, 0.5, 1.0, 1.0, 1.0], abs=0.05)
+    assert seen.offer_rates() == pytest.approx([1.0, 0.5, 1.0, 1.0, 1.0], abs=0.05)
 
 
 def test_costs_by_context():
@@ -182,7 +182,7 @@ def test_rare_offers_do_not_pay():
 def test_untried_depths(weight, monkeypatch):
     monkeypatch.setattr(draft_length, "PRIOR_WEIGHT", weight)
     untried = AdaptiveLength(2).acceptance()
-    assert untried.rates() == pytest.approx([draft_length.PRIOR_RATE] * 2) and untried.offered() == [1.0, 1.0]
+    assert untried.rates() == pytest.approx([draft_length.PRIOR_RATE] * 2) and untried.offer_rates() == [1.0, 1.0]
 
 
 @given(st.integers(1, 6), st.integers(0, 999))
@@ -197,7 +197,7 @@ def test_best_depth(levels, seed):
     prices = random.uniform(0, 0.3), random.uniform(0, 0.3)
     costs.passes.seconds = {d + 1: 1 + prices[0] * d for d in range(levels + 1)}
     costs.draft(OWN).seconds = {d: prices[1] * d for d in range(levels + 1)}
-    shares = [a * b for a, b in zip(seen.offered(), seen.rates())]
+    shares = [a * b for a, b in zip(seen.offer_rates(), seen.rates())]
     speed = [1.0]
     for d in range(1, levels + 1):
         speed.append(sum(math.prod(shares[:j]) for j in range(d + 1)) / (1 + sum(prices) * d))

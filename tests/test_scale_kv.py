@@ -39,7 +39,7 @@ def test_a_whole_budget_is_bit_identical(model, sampling):
     for budget in (None, uniform(WHOLE)):
         made = target(model, budget)
         kept.append(images(plain(made, [1, 4, 0], sampling, scales=6)))
-        reading = made.reading(plain(made, [1], sampling, scales=6).request.inputs, sampling, model)
+        reading = made.initial_state(plain(made, [1], sampling, scales=6).request.inputs, sampling, model)
         said, codes = [reading.read()[0].logits[0]], torch.zeros(1, 1, 64, dtype=torch.long)
         for _ in range(5):
             said.append(reading.read(codes)[0].logits[0])

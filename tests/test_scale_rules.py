@@ -229,11 +229,11 @@ def test_numbers_belong_to_codes(make):
 def test_drafts_are_checked():
     limits = Maps.limits(Capabilities(vocab=V, scales=SIZES), "cpu")
     value = torch.tensor([[[0, 0], [1, 0], [2, V]]])
-    safe, possible, _ = Maps.drafted(value, (1, 3), limits)
+    safe, possible, _ = Maps.check_drafted(value, (1, 3), limits)
     assert possible.tolist() == [[True, True, False]] and int(safe.max()) == V - 1
     for wrong in (value[..., :1], value.float(), value[0]):
         with pytest.raises(ValueError, match="value: got"):
-            Maps.drafted(wrong, (1, 3), limits)
+            Maps.check_drafted(wrong, (1, 3), limits)
     logits = torch.zeros(1, 3, WIDE, V)
     logits[0, 1, 0, 1], logits[0, 2, 1, 0] = -torch.inf, torch.nan
     q, lawful = Maps(logits, torch.tensor([[1, 1, 2]])).sanitize(safe, limits)

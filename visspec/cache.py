@@ -51,9 +51,9 @@ def first_room(prompt: int, answer: int) -> int:
     return prompt + GROW + min(answer, max(AT_ONCE, prompt))
 
 
-def more_room(needed: int, had: int) -> int:
-    """Return the number of slots to allocate when `needed` are more than there are."""
-    return max(needed + GROW, had * 3 // 2)
+def more_room(slots: int, had: int) -> int:
+    """Return the number of slots to allocate when `slots` are more than there are."""
+    return max(slots + GROW, had * 3 // 2)
 
 
 class SlotCache:
@@ -85,12 +85,12 @@ class SlotCache:
         """Length of the longest row."""
         return max(self.lengths)
 
-    def held(self, device: torch.device | str) -> Tensor:
+    def committed_mask(self, device: torch.device | str) -> Tensor:
         """Return a mask (B, S) of the slots, up to the longest row's length, that are committed and not padding."""
-        held = torch.arange(self.length, device=device) < to_device(self.lengths, device)[:, None]
+        mask = torch.arange(self.length, device=device) < to_device(self.lengths, device)[:, None]
         if self.padding is not None:
-            held[:, : self.padding.shape[1]] &= self.padding
-        return held
+            mask[:, : self.padding.shape[1]] &= self.padding
+        return mask
 
     @property
     def uniform(self) -> bool:
@@ -104,8 +104,8 @@ class SlotCache:
     def open(self, nodes: int, device: torch.device | str) -> int:
         """Start a pass that writes `nodes` slots per row. Returns its extent, the number of slots it attends to."""
         self.nodes, self._start = nodes, self.length
-        needed = self._start + nodes
-        self._extent = needed if self.extents is None else self.extents(needed)
+        extent = self._start + nodes
+        self._extent = extent if self.extents is None else self.extents(extent)
         self._slots = None
         if self.apart:
             self._slots = to_device(self.lengths, device)[:, None] + torch.arange(nodes, device=device)
@@ -122,14 +122,14 @@ class SlotCache:
         the keys of all layers, then the values, (H, S, E), and the number of used slots.
         """
         self.lengths = [length for _, length in starts]
-        made = []
+        filled = []
         for stores in zip(*(stores for stores, _ in starts)):
             heads, _, width = stores[0].shape
             new = stores[0].new_empty(len(starts), heads, self.length + more, width)
             for row, old, length in zip(new, stores, self.lengths):
                 row[:, :length], row[:, length:] = old[:, :length], 0  # as in `_allocate`
-            made.append(new)
-        self.keys, self.values = made[: len(made) // 2], made[len(made) // 2 :]
+            filled.append(new)
+        self.keys, self.values = filled[: len(filled) // 2], filled[len(filled) // 2 :]
 
     def write(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values (B, H, N, E) of a layer. Returns views of the layer's slots [0, extent)."""
@@ -156,7 +156,7 @@ class SlotCache:
         if self.keys and self.keys[0].shape[2] < self._extent:
             for store in (self.keys, self.values):
                 for layer, old in enumerate(store):
-                    store[layer] = self._grown(old)
+                    store[layer] = self._enlarged_store(old)
             self.lean = False
 
     def _allocate(self, like: Tensor, slots: int) -> Tensor:
@@ -164,7 +164,7 @@ class SlotCache:
         # zeros, not empty: masked slots are multiplied by 0, and 0 * NaN is NaN
         return torch.zeros(rows + self.spare, heads, slots, size, dtype=like.dtype, device=like.device)[:rows]
 
-    def _grown(self, old: Tensor) -> Tensor:
+    def _enlarged_store(self, old: Tensor) -> Tensor:
         size = first_room(self._extent, self.answer) if self.lean else more_room(self._extent, old.shape[2])
         new = self._allocate(old, size)
         new[:, :, : old.shape[2]] = old
@@ -201,8 +201,8 @@ class SlotCache:
         """Remove the prompts' padding, so that no slot of a row is masked. `real` is `padding` on the host."""
         longest, slots = self.length, []
         for row, length in zip(real, self.lengths):
-            kept = [s for s, is_real in enumerate(row) if is_real] + list(range(len(row), length))
-            slots.append(kept + [0] * (longest - len(kept)))  # slots behind a row's length are never attended to
+            order = [s for s, is_real in enumerate(row) if is_real] + list(range(len(row), length))
+            slots.append(order + [0] * (longest - len(order)))  # slots behind a row's length are never attended to
         for tensor in (*self.keys, *self.values):
             old = tensor[:, :, :longest]
             old.copy_(old.gather(2, to_device(slots, tensor.device)[:, None, :, None].expand_as(old)))

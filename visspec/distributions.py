@@ -41,7 +41,7 @@ class Distribution:
         raise NotImplementedError
 
     @classmethod
-    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def check_drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Check drafted values of (B, N) nodes. Returns sanitised values, which of them are valid, and which may be
         drafted, both (B, N) bool. Raises ValueError if `value` is not a tensor of such values.
         """
@@ -90,9 +90,9 @@ class Categorical(Distribution):
 
     @property
     def width(self) -> int:
-        known = self._p if self._logits is None else self._logits
-        assert known is not None
-        return known.shape[-1]
+        table = self._p if self._logits is None else self._logits
+        assert table is not None
+        return table.shape[-1]
 
     @classmethod
     def chain(cls, distributions: Sequence[Categorical]) -> Categorical:
@@ -107,7 +107,7 @@ class Categorical(Distribution):
         return allowed_V
 
     @classmethod
-    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def check_drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         check_tensor("value", value, shape, torch.long, limits.device)
         safe = value.clamp(0, len(limits) - 1)
         return safe, safe == value, limits[safe]
@@ -116,8 +116,8 @@ class Categorical(Distribution):
         check_tensor("q", self.p, (*value.shape, len(limits)), None, limits.device)
         q = self.p.float()
         sums = (q.sum(dim=-1) - 1.0).abs() <= SUM_TOLERANCE
-        drawn = q.gather(-1, value[..., None])[..., 0] > 0
-        lawful = q.isfinite().all(dim=-1) & (q >= 0).all(dim=-1) & sums & drawn
+        possible = q.gather(-1, value[..., None])[..., 0] > 0
+        lawful = q.isfinite().all(dim=-1) & (q >= 0).all(dim=-1) & sums & possible
         return Categorical(p=torch.where(lawful[..., None], q, 0.0)), lawful
 
 
@@ -158,8 +158,8 @@ def argmax(scores: Tensor) -> Tensor:
     if (blocks := _blocks(scores)) is None:
         return scores.argmax(dim=-1)
     best = blocks.amax(dim=-1).argmax(dim=-1)
-    inside = blocks.gather(-2, best[..., None, None].expand(*best.shape, 1, BLOCK)).squeeze(-2)
-    return best * BLOCK + inside.argmax(dim=-1)
+    block = blocks.gather(-2, best[..., None, None].expand(*best.shape, 1, BLOCK)).squeeze(-2)
+    return best * BLOCK + block.argmax(dim=-1)
 
 
 def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
@@ -169,8 +169,8 @@ def topk(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         values, ids = scores.topk(k, dim=-1)
         return values, ids
     best = blocks.amax(dim=-1).topk(k, dim=-1).indices
-    inside = blocks.gather(-2, best[..., None].expand(*best.shape, BLOCK)).flatten(-2)
-    values, place = inside.topk(k, dim=-1)
+    candidates = blocks.gather(-2, best[..., None].expand(*best.shape, BLOCK)).flatten(-2)
+    values, place = candidates.topk(k, dim=-1)
     return values, best.gather(-1, place // BLOCK) * BLOCK + place % BLOCK
 
 
@@ -326,7 +326,7 @@ class Denoising(Distribution):
         return torch.empty(*capabilities.chains, device=device)
 
     @classmethod
-    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def check_drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         check_tensor("value", value, (*shape, limits.shape[1]), None, limits.device)
         finite_BN = value.isfinite().all(dim=-1)
         return torch.where(finite_BN[..., None], value, 0.0), finite_BN, torch.ones_like(finite_BN)
@@ -401,7 +401,7 @@ class Maps(Distribution):
         return torch.empty(max(capabilities.scales), capabilities.vocab, device=device)
 
     @classmethod
-    def drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def check_drafted(cls, value: Tensor, shape: tuple[int, int], limits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         check_tensor("value", value, (*shape, len(limits)), torch.long, limits.device)
         safe = value.clamp(0, limits.shape[1] - 1)
         possible_BN = (safe == value).all(dim=-1)
@@ -411,9 +411,9 @@ class Maps(Distribution):
         check_tensor("q.logits", self.logits, (*value.shape, limits.shape[1]), None, limits.device)
         check_tensor("q.count", self.count, value.shape[:2], torch.long, limits.device)
         logits = self.logits.float()
-        drawn = logits.gather(-1, value[..., None])[..., 0].isfinite()
+        possible = logits.gather(-1, value[..., None])[..., 0].isfinite()
         sound = ~(logits.isnan() | logits.isposinf()).any(dim=-1)
-        lawful_BN = ((drawn & sound) | ~self.real).all(dim=-1)
+        lawful_BN = ((possible & sound) | ~self.real).all(dim=-1)
         return Maps(torch.where(lawful_BN[..., None, None], logits, 0.0), self.count), lawful_BN
 
 

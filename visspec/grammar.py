@@ -70,7 +70,7 @@ def forced_tokens(state: State, row: int) -> list[int]:
         return run
     ids = state.output.ids(row)[0].tolist()
     while len(run) < min(state.room(row) - 1, MOST_FORCED) and not (run and run[-1] in own.eos):
-        token = next((t for each in processors if (t := each.forced(index, ids + run)) is not None), None)
+        token = next((t for each in processors if (t := each.forced_token(index, ids + run)) is not None), None)
         if token is None:
             break
         run.append(token)

@@ -190,8 +190,8 @@ def target_sizes(model: ConfiguredModel) -> dict[str, Any]:
 
 def write_preset(path: str | Path, model: ConfiguredModel, choice: Mapping[str, Any], **more: object) -> None:
     """Write a preset for one model, as `visspec tune --out` does."""
-    kept = {name: choice[name] for name in ("drafter", "acceptance", "levels", "order") if name in choice}
-    write_json(path, {**kept, "made_for": target_sizes(model), **more})
+    settings = {name: choice[name] for name in ("drafter", "acceptance", "levels", "order") if name in choice}
+    write_json(path, {**settings, "made_for": target_sizes(model), **more})
 
 
 def read_preset(path: str | Path, model: ConfiguredModel | None = None) -> Preset:

@@ -104,11 +104,11 @@ def table(kind: str) -> dict[str, Entry]:
 
 def find(kind: str, name: str) -> Entry:
     """Return the entry of a name. Raises ValueError that suggests the nearest names if there is none."""
-    known = table(kind)
-    if name not in known:
-        others = f"expected a name of `visspec list {KINDS[kind]}`, such as {nearest(name, known)}"
+    entries = table(kind)
+    if name not in entries:
+        others = f"expected a name of `visspec list {KINDS[kind]}`, such as {nearest(name, entries)}"
         raise ValueError(f"{ARGUMENTS.get(kind, kind)}: got {name!r}, {others}")
-    return known[name]
+    return entries[name]
 
 
 # --- names with options -----------------------------------------------------------------------------------------------
@@ -162,12 +162,12 @@ def _number(text: str) -> Any:
 
 def make(what: str, name: str, kind: Callable, options: dict[str, Any], start: Callable | None = None) -> Any:
     """Return `(start or kind)(**options)`. Raises ValueError for unknown options, or values of the wrong type."""
-    known = options_of(kind)
+    accepted = options_of(kind)
     free = any(one.kind is Parameter.VAR_KEYWORD for one in signature(kind).parameters.values())
     for option, value in options.items():
-        if option not in known and not free:
-            raise ValueError(f"{what}: {name} does not take {option!r}, expected {', '.join(known) or 'no option'}.")
-        annotated = known[option][0] if option in known else ""
+        if option not in accepted and not free:
+            raise ValueError(f"{what}: {name} does not take {option!r}, expected {', '.join(accepted) or 'no option'}.")
+        annotated = accepted[option][0] if option in accepted else ""
         types, words = VALUES.get(annotated, (object, "a finite number"))
         wrong = not isinstance(value, types) or (isinstance(value, bool) and annotated in ("int", "float"))
         if wrong or (isinstance(value, float) and not math.isfinite(value)):
@@ -228,11 +228,11 @@ def preset(name: str | Path, needs: str, model: ConfiguredModel | None = None) -
     """
     if str(name).endswith(".json"):
         return read_preset(name, model)
-    entry, known = find("preset", str(name)), presets(needs)
-    if name not in known:
-        others = f"expected one for {needs}, {', '.join(known)}"
+    entry, names = find("preset", str(name)), presets(needs)
+    if name not in names:
+        others = f"expected one for {needs}, {', '.join(names)}"
         raise ValueError(f"preset: got {name!r}, which is for models of {entry.needs}, {others}")
-    return known[str(name)]
+    return names[str(name)]
 
 
 def recipe(name: str | None, needs: str = "text") -> Recipe:
@@ -336,17 +336,17 @@ def from_folder(folder: Path, model: ConfiguredModel, options: dict[str, Any], f
     else:
         kind = load("visspec.models.published:reader")(folder)
     target = family if family is not None and getattr(kind, "of_family", False) else model
-    read = partial(getattr(kind, "from_pretrained", kind), folder, target)
+    reader = partial(getattr(kind, "from_pretrained", kind), folder, target)
     own = signature(kind).parameters
     later = {name: options[name] for name in SHAPE if name in options and name not in own}
-    made = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, read)
-    return shaped(made, folder.name, later)
+    instance = make("drafter", folder.name, kind, {k: v for k, v in options.items() if k not in later}, reader)
+    return shaped(instance, folder.name, later)
 
 
-def shaped(found: object, name: str, options: dict[str, Any]) -> Any:
+def shaped(instance: object, name: str, options: dict[str, Any]) -> Any:
     """Apply options of `SHAPE` to a drafter. Raises ValueError if it takes none."""
     if not options:
-        return found
-    if not isinstance(found, load("visspec.models.drafting.base:StructuredDrafter")):
+        return instance
+    if not isinstance(instance, load("visspec.models.drafting.base:StructuredDrafter")):
         raise ValueError(f"{next(iter(options))}: {name} does not support this option.")
-    return make("drafter", name, found.shaped, options)
+    return make("drafter", name, instance.shaped, options)

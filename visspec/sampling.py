@@ -42,9 +42,9 @@ class BufferedNoise:
     @classmethod
     def of(cls, numbers_BTU: Tensor) -> BufferedNoise:
         """Wrap given numbers, without generators, to record one round."""
-        made = cls.__new__(cls)
-        made.generators, made.width, made.ahead = [], numbers_BTU.shape[-1], list(numbers_BTU)
-        return made
+        noise = cls.__new__(cls)
+        noise.generators, noise.width, noise.ahead = [], numbers_BTU.shape[-1], list(numbers_BTU)
+        return noise
 
     def _chunk(self, generator: torch.Generator) -> Tensor:
         return torch.rand(CHUNK, self.width, generator=generator, device=generator.device)
@@ -358,17 +358,17 @@ def _reachable_nodes(
     parents = [
         ((b, n), place.get((b, path[-2]))) for b, row in enumerate(paths) for n, path in enumerate(row) if path[1:]
     ]
-    below = [(b, n, m) for (b, n), m in parents if m is not None]
-    if not below:
+    inner = [(b, n, m) for (b, n), m in parents if m is not None]
+    if not inner:
         return []
-    numbers = to_device([i for node in (*level, *below) for i in node], logits_BNV.device)  # one copy
+    numbers = to_device([i for node in (*level, *inner) for i in node], logits_BNV.device)  # one copy
     level_L2, below_M3 = numbers[: 2 * len(level)].view(-1, 2), numbers[2 * len(level) :].view(-1, 3)
     b_M, n_M, above_M = below_M3.T
     p_LV = warp(logits_BNV[tuple(level_L2.T)], sampling).softmax(dim=-1)
     may_M = p_LV[above_M, draft.value[b_M, n_M]] != 0  # NaN if every token is banned; one is emitted nevertheless
     if draft.real is not None:
         may_M &= draft.real[b_M, n_M]
-    return [(b, n) for (b, n, _), may in zip(below, may_M.tolist()) if may]
+    return [(b, n) for (b, n, _), may in zip(inner, may_M.tolist()) if may]
 
 
 def choose(distribution: Categorical, depth_N: Tensor, noise: BufferedNoise | None, levels: int) -> Tensor:

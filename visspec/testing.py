@@ -49,8 +49,8 @@ def check_drafter(
         AssertionError: If the contract is broken.
     """
     quick = accelerate(model, drafter, **{"adaptive": False, **options})
-    greedy, expected, seeded, drawn = _plain(model, inputs, max_new_tokens)
-    for arguments, reference in ((greedy, expected), (seeded, drawn)):
+    greedy, expected, seeded, sampled = _plain(model, inputs, max_new_tokens)
+    for arguments, reference in ((greedy, expected), (seeded, sampled)):
         result = quick.run(**inputs, **arguments)
         assert torch.equal(result.output, reference), f"{quick.name} changes the tokens of {arguments}."
         assert result.stats.faults == 0, f"{result.stats.faults} drafts of {quick.name} are invalid."
@@ -58,14 +58,14 @@ def check_drafter(
 
 
 def _plain(model: Any, inputs: Mapping[str, Tensor], new: int) -> tuple[dict, Tensor, dict, Tensor]:
-    known, key = _PLAIN.setdefault(model, {}), (new, *(value.numpy().tobytes() for value in inputs.values()))
-    if key not in known:
+    answers, key = _PLAIN.setdefault(model, {}), (new, *(value.numpy().tobytes() for value in inputs.values()))
+    if key not in answers:
         greedy = {"max_new_tokens": new, "do_sample": False}
         seeds = list(range(3, 3 + len(inputs["input_ids"])))
         seeded = {"max_new_tokens": new, "do_sample": True, "temperature": 0.8, "top_p": 0.9, "top_k": 0, "seed": seeds}
-        drawn = accelerate(model, None).generate(**inputs, **seeded)
-        known[key] = greedy, model.generate(**inputs, **greedy), seeded, drawn
-    return known[key]
+        sampled = accelerate(model, None).generate(**inputs, **seeded)
+        answers[key] = greedy, model.generate(**inputs, **greedy), seeded, sampled
+    return answers[key]
 
 
 def check_rule(rule: str | Acceptance, vocab: int = 6, rows: int = 4000, pairs: int = 8) -> None:

@@ -65,25 +65,25 @@ def tree_cache(tree: Tree, derive: Callable[[Tree], Any]) -> Any:
     """Return derive(tree), cached for trees from `static`. `derive` must be a module-level function. Other trees are
     not cached, because they may be buffers that change between replays (`accept.graphed_rule`).
     """
-    known = _derived.get(tree)
-    if known is None:
+    derived = _derived.get(tree)
+    if derived is None:
         return derive(tree)
-    if derive not in known:
+    if derive not in derived:
         with torch.inference_mode(False):  # so that the result can be used in training
-            known[derive] = derive(tree)
-    return known[derive]
+            derived[derive] = derive(tree)
+    return derived[derive]
 
 
-def above(tree: Tree) -> Tensor:
+def parents_of(tree: Tree) -> Tensor:
     """Return each node's parent (1|B, N); the root is its own parent.
 
     Args:
         tree: The tree.
     """
-    return tree_cache(tree, _above)
+    return tree_cache(tree, _parents)
 
 
-def _above(tree: Tree) -> Tensor:
+def _parents(tree: Tree) -> Tensor:
     return tree.parent.clamp(min=0)
 
 
@@ -249,8 +249,8 @@ def check(tree: Tree) -> None:
     index = torch.arange(tree.size, device=tree.parent.device)
     if not bool(((tree.parent < index) & ((tree.parent >= 0) == (index > 0))).all()):
         raise ValueError("tree.parent: The root needs the parent -1, and every other node an earlier node.")
-    made = from_parents(tree.parent, tree.size - 1)
-    agree = torch.equal(made.ancestor, tree.ancestor) and torch.equal(made.depth, tree.depth)
+    expected = from_parents(tree.parent, tree.size - 1)
+    agree = torch.equal(expected.ancestor, tree.ancestor) and torch.equal(expected.depth, tree.depth)
     in_line = not tree.chain or bool((tree.parent == index - 1).all())
-    if not (agree and in_line and int(made.depth.max()) <= tree.levels):
+    if not (agree and in_line and int(expected.depth.max()) <= tree.levels):
         raise ValueError("tree: depth, ancestor, levels or chain disagree with parent.")

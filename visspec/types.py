@@ -207,13 +207,13 @@ class RowProcessor:
     """Base class of logits processors that are called for one row at a time, with any prefix."""
 
     def __call__(self, ids_BL: Tensor, scores_BV: Tensor) -> Tensor:
-        return torch.stack([self.row(b, *given) for b, given in enumerate(zip(ids_BL, scores_BV))])
+        return torch.stack([self.row(b, *inputs) for b, inputs in enumerate(zip(ids_BL, scores_BV))])
 
     def row(self, index: int, ids_L: Tensor, scores_V: Tensor) -> Tensor:
         """Return the scores (V,) after the ids (L,) of an original row."""
         raise NotImplementedError
 
-    def forced(self, index: int, ids: list[int]) -> int | None:
+    def forced_token(self, index: int, ids: list[int]) -> int | None:
         """Return the only token that can follow the ids, or of a forced text its longest first token; None if
         unknown.
         """
@@ -442,7 +442,7 @@ class Target:
         """
         raise ValueError(f"drafter: {type(self).__name__} can't run single layers. Choose another drafter.")
 
-    def stored(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+    def keys_and_values(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
         """Return read-only keys and values (B, H, S, E) of layers, and a mask (B, S) of committed slots (None: all).
 
         Args:

@@ -26,7 +26,7 @@ class Oracle(Drafter):
         return trees.chain_draft(state.pending, drafts_BT[at_B2[:, :1], at_B2[:, 1:] + ahead])
 
 
-def erring(answer_BT: Tensor, acceptance: float, vocabulary: int, seed: int = 0) -> Tensor:
+def with_errors(answer_BT: Tensor, acceptance: float, vocabulary: int, seed: int = 0) -> Tensor:
     """Return an answer in which each token is replaced by another one with probability 1 - acceptance."""
     uniforms = torch.rand(answer_BT.shape, generator=torch.Generator().manual_seed(seed)).to(answer_BT.device)
     return torch.where(uniforms < acceptance, answer_BT, (answer_BT + 1) % vocabulary)

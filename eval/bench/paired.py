@@ -155,8 +155,8 @@ def tau(runs: Sequence[ArmRun]) -> dict[str, Any]:
 
 def drift(runs: Sequence[ArmRun]) -> float | None:
     """Return the mean drift per token; None if it was not measured."""
-    known = [run.drift for run in runs if run.drift is not None]
-    return sum(known) / max(len(known), 1) if len(known) == len(runs) else None
+    values = [run.drift for run in runs if run.drift is not None]
+    return sum(values) / max(len(values), 1) if len(values) == len(runs) else None
 
 
 def ideal(plain: Sequence[ArmRun], fast: Sequence[ArmRun]) -> dict[str, Any]:

@@ -72,8 +72,8 @@ def of_pairs(pairs: Sequence[tuple[Path, str]], scorer: ClipScorer, results: str
         missing = [(key, *pair) for key, pair in zip(keys, pairs) if key not in journal.done]
         for start in with_progress(range(0, len(missing), BATCH), "batch"):
             problems += _score(missing[start : start + BATCH], scorer, journal)
-        known = {row["id"]: row["cosine"] for row in journal}
-    cosines = np.array([known[key] for key in keys if key in known])
+        scores = {row["id"]: row["cosine"] for row in journal}
+    cosines = np.array([scores[key] for key in keys if key in scores])
     if not len(cosines):
         raise ValueError(f"no image can be read; the first problem: {problems[0]}.")
     values = 100 * cosines
@@ -84,15 +84,15 @@ def of_pairs(pairs: Sequence[tuple[Path, str]], scorer: ClipScorer, results: str
 
 
 def _score(batch: Sequence[tuple[str, Path, str]], scorer: ClipScorer, journal: Journal) -> list[str]:
-    read, problems = [], []
+    rows, problems = [], []
     for key, path, caption in batch:
         try:
-            read.append((key, path, caption, open_image(path)))
+            rows.append((key, path, caption, open_image(path)))
         except (ValueError, FileNotFoundError) as error:
             problems.append(str(error))
-    if read:
-        cosines = scorer.cosines([image for *_, image in read], [caption for _, _, caption, _ in read])
-        for (key, path, caption, _), cosine in zip(read, cosines.tolist()):
+    if rows:
+        cosines = scorer.cosines([image for *_, image in rows], [caption for _, _, caption, _ in rows])
+        for (key, path, caption, _), cosine in zip(rows, cosines.tolist()):
             journal.add({"id": key, "image": path.name, "text": caption, "cosine": cosine})
     return problems
 

@@ -113,8 +113,8 @@ class MMDetMask2Former(_ModelDetector):
         """Return every instance of the 80 classes."""
         boxes, masks = self.infer(np.ascontiguousarray(np.asarray(image)[..., ::-1]))
         out = []
-        for label, rows, kept in zip(COCO_CLASSES, boxes, masks):
-            for row, mask in zip(rows, kept):
+        for label, rows, label_masks in zip(COCO_CLASSES, boxes, masks):
+            for row, mask in zip(rows, label_masks):
                 x0, y0, x1, y1, score = map(float, row)
                 out.append(Detection(label, score, (x0, y0, x1, y1), np.asarray(mask, bool)))
         return DetectionResult(tuple(out))

@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from visspec.eval.metrics.detection import digest, file_digest, with_progress
-from visspec.io.files import replacing
+from visspec.io.files import atomic_write
 from visspec.io.images import image_files, iter_images
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ class Inception:
     def __init__(self, path: str | Path | None = None, device: str | torch.device = "cpu"):
         path = Path(path) if path else Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
         if not path.is_file():
-            needed = f"torch-fidelity's {INCEPTION_FILE} is needed"
-            raise FileNotFoundError(f"there is no Inception weight file {path}; {needed}.")
+            need = f"torch-fidelity's {INCEPTION_FILE} is needed"
+            raise FileNotFoundError(f"there is no Inception weight file {path}; {need}.")
         actual = file_digest(path)
         if not actual.startswith(INCEPTION_SHA256):
             raise ValueError(f"{path} has SHA-256 {actual[:8]}, not {INCEPTION_SHA256} of the 2015-12-05 Inception.")
@@ -172,7 +172,7 @@ def read_features(
             return FeatureTable(file.get_tensor("features"), json.loads(file.metadata()["problems"]))
     table = _extract(folder, extractor, batch_size)
     path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as draft:
+    with atomic_write(path) as draft:
         save_file({"features": table.features}, draft, {"problems": json.dumps(table.problems)})
     return table
 

@@ -57,12 +57,12 @@ def relations(subject: Sequence[float], reference: Sequence[float]) -> set[str]:
     return {name for name, value in tests.items() if value > POSITION_LEAST}
 
 
-def select_detections(found: DetectionResult, threshold: float) -> dict[str, list[Detection]]:
+def select_detections(result: DetectionResult, threshold: float) -> dict[str, list[Detection]]:
     """Return detections above a threshold by class, best first, at most MAX_OBJECTS per class."""
     out: dict[str, list[Detection]] = {}
-    for d in sorted(found.detections, key=lambda d: -d.score):
-        if d.score > threshold and len(chosen := out.setdefault(d.label, [])) < MAX_OBJECTS:
-            chosen.append(d)
+    for d in sorted(result.detections, key=lambda d: -d.score):
+        if d.score > threshold and len(best := out.setdefault(d.label, [])) < MAX_OBJECTS:
+            best.append(d)
     return out
 
 
@@ -72,9 +72,9 @@ def _include(image, item: dict, objects: dict, groups: list, colours: ColourClas
     if len(matches) < count:
         return None, f"expected {label}>={count}, found {len(matches)}"
     if "color" in item:
-        seen = colours.classify(image, matches, label)
-        if seen.count(item["color"]) < count:
-            listed = ", ".join(f"{seen.count(c)} {c}" for c in dict.fromkeys(seen))
+        colour_names = colours.classify(image, matches, label)
+        if colour_names.count(item["color"]) < count:
+            listed = ", ".join(f"{colour_names.count(c)} {c}" for c in dict.fromkeys(colour_names))
             return None, f"expected {item['color']} {label}>={count}, found {listed}"
     if "position" in item:
         relation, target = item["position"]
@@ -108,7 +108,7 @@ def strictly(objects: dict[str, list[Detection]], metadata: dict) -> bool:
     want: dict[str, int] = {}
     for item in metadata.get("include", []):
         want[item["class"]] = want.get(item["class"], 0) + item["count"]
-    return want == {label: len(found) for label, found in objects.items()}
+    return want == {label: len(objects_found) for label, objects_found in objects.items()}
 
 
 def check_metadata(metadata: object) -> dict:
@@ -130,10 +130,10 @@ def check_metadata(metadata: object) -> dict:
 
 
 def _check_position(position: object, i: int, key: str) -> None:
-    known = ("left of", "right of", "above", "below")
+    relations = ("left of", "right of", "above", "below")
     pair = position if isinstance(position, list) and len(position) == 2 else [None, None]
-    if pair[0] not in known or not isinstance(pair[1], int) or not 0 <= pair[1] < i:
-        raise ValueError(f"metadata's {key}[{i}] needs 'position' [one of {known}, index of an earlier object]")
+    if pair[0] not in relations or not isinstance(pair[1], int) or not 0 <= pair[1] < i:
+        raise ValueError(f"metadata's {key}[{i}] needs 'position' [one of {relations}, index of an earlier object]")
 
 
 def write_prompt(root: str | Path, index: int, metadata: dict) -> Path:
@@ -185,15 +185,15 @@ def read_flat(folder: str | Path, rows: Sequence[dict]) -> list[PromptFolder]:
     "image". Images of one prompt are counted together. Raises ValueError for other metadata or if no image exists.
     """
     folder = Path(folder)
-    found: dict[str, list[Path]] = {}
+    groups: dict[str, list[Path]] = {}
     for i, row in enumerate(rows, 1):
         try:
             metadata = check_metadata({k: v for k, v in row.items() if k != "image"})
         except ValueError as error:
             raise ValueError(f"prompts: row {i}: {error}") from None
-        found.setdefault(json.dumps(metadata, sort_keys=True), []).append(inside(folder, str(row["image"])))
+        groups.setdefault(json.dumps(metadata, sort_keys=True), []).append(inside(folder, str(row["image"])))
     out = []
-    for i, (described, files) in enumerate(found.items()):
+    for i, (described, files) in enumerate(groups.items()):
         there = tuple(path for path in files if path.is_file())
         lost = [f"there is no image {path.name}" for path in files if not path.is_file()]
         out.append(PromptFolder(f"{i:05d}", json.loads(described), there, "".join(lost[:1])))
@@ -259,10 +259,10 @@ def evaluate(
     jobs = [(prompt, path) for prompt in prompts for path in prompt.files]
     rows = []
     with Journal(results, about) as journal:
-        known = {row["id"]: row for row in journal}
+        scored = {row["id"]: row for row in journal}
         for prompt, path in with_progress(jobs):
             filename, image = f"{prompt.name}/samples/{path.name}", _image_key(path, prompt.metadata)
-            row = known.get(filename)
+            row = scored.get(filename)
             if row is None or row["image"] != image:
                 entry = evaluate_image(path, filename, prompt.metadata, detector, colours)
                 row = entry | {"id": filename, "image": image}
@@ -315,12 +315,12 @@ def summarise(rows: Iterable[dict]) -> dict:
         own = [row for row in rows if row["tag"] == tag]
         right, exact = (sum(bool(row[name]) for row in own) for name in ("correct", "strict"))
         tasks[tag] = {"correct": right, "images": len(own), "score": right / len(own), "strict": exact / len(own)}
-    found: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "images": len(rows),
         "prompts": len(prompts),
         "broken": sum(bool(row.get("broken")) for row in rows),
     }
-    found |= {"correct_images": sum(bool(row["correct"]) for row in rows) / len(rows), "tasks": tasks}
-    found |= {"correct_prompts": sum(prompts.values()) / len(prompts)}
+    summary |= {"correct_images": sum(bool(row["correct"]) for row in rows) / len(rows), "tasks": tasks}
+    summary |= {"correct_prompts": sum(prompts.values()) / len(prompts)}
     means = {"overall": "score", "strict": "strict"}
-    return found | {name: float(np.mean([task[field] for task in tasks.values()])) for name, field in means.items()}
+    return summary | {name: float(np.mean([task[field] for task in tasks.values()])) for name, field in means.items()}

@@ -18,6 +18,6 @@ def of_mean_share(counts: Sequence[tuple[float, int]]) -> tuple[float, float]:
     shares = [hits / n for hits, n in counts]
     limits = [wilson(hits, n) for hits, n in counts]
     mean = sum(shares) / len(shares)
-    below = math.hypot(*(share - low for share, (low, _) in zip(shares, limits))) / len(shares)
-    above = math.hypot(*(high - share for share, (_, high) in zip(shares, limits))) / len(shares)
-    return max(mean - below, 0.0), min(mean + above, 1.0)
+    lower = math.hypot(*(share - low for share, (low, _) in zip(shares, limits))) / len(shares)
+    upper = math.hypot(*(high - share for share, (_, high) in zip(shares, limits))) / len(shares)
+    return max(mean - lower, 0.0), min(mean + upper, 1.0)

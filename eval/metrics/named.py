@@ -37,8 +37,8 @@ def detector(spec: str, device: str = "cpu") -> detection.Detector:
         config, _, weights = rest.partition(":")
         return _build_metric("detector", spec, lambda: detectors.MMDetMask2Former(config, weights, device))
     if kind != "mask2former" or not rest:
-        known = ", ".join([*own, "mask2former:MODEL"])
-        raise ValueError(f"detector: got {spec!r}, expected {known} or mmdet:CONFIG:CHECKPOINT.")
+        names = ", ".join([*own, "mask2former:MODEL"])
+        raise ValueError(f"detector: got {spec!r}, expected {names} or mmdet:CONFIG:CHECKPOINT.")
     loaded = _transformers("detector", rest, "AutoModelForUniversalSegmentation", "AutoProcessor", device)
     return detectors.Mask2Former(*loaded, rest)
 

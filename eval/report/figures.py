@@ -187,8 +187,8 @@ def curve(points: Sequence[tuple[float, float]], label: str, height: float = 120
     y = Scale(low, max(high, low + 1e-9), 16 + height, 16)
     placed = [(x(step), y(value)) for step, value in points]
     parts = rows(y, marks, left, right) + [line(*a, *b, BLUE, 1.5) for a, b in pairwise(placed)]
-    across, down = placed[-1]
-    parts += [dot(across, down, 2.5, BLUE), text(across + 5, down + 4, f"{values[-1]:.3g}")]
+    x_end, down = placed[-1]
+    parts += [dot(x_end, down, 2.5, BLUE), text(x_end + 5, down + 4, f"{values[-1]:.3g}")]
     parts += [text(left, height + 32, f"step {first:g}"), text(right, height + 32, f"{last:g}", "end")]
     return svg(height + 40, parts, label)
 

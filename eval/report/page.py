@@ -57,7 +57,7 @@ def build(paths: Sequence[str | Path], out: str | Path = "report.html") -> Path:
     for number_, method in enumerate(methods, start=1):
         method.index = number_
         together.setdefault((method.kind, method.target), []).append(method)
-    groups = [MethodGroup(kind, target, found) for (kind, target), found in together.items()]
+    groups = [MethodGroup(kind, target, members) for (kind, target), members in together.items()]
     values = {"groups": groups, "methods": [summary(m) for m in methods], "sections": sections}
     values |= {"failures": [failure for group in groups for failure in group.failures], "few": figures.FEW}
     values |= {"provenance": [(", ".join(names), rows) for rows, names in provenance.items()], "guarantees": GUARANTEES}
@@ -168,7 +168,7 @@ def cases(methods: Sequence[Method], failures: list[str]) -> tuple[list[dict[str
     """
     keyed = [(m, {(str(i.prompt), str(i.seed)): i for i in m.images}) for m in methods if m.images]
     keys = list(dict.fromkeys(key for _, images in keyed for key in images))
-    shown = []
+    entries = []
     for prompt, seed in keys[: max(MOST_PICTURES // max(len(keyed), 1), 1)]:
         base, cells = None, []
         for m, images in keyed:
@@ -176,8 +176,8 @@ def cases(methods: Sequence[Method], failures: list[str]) -> tuple[list[dict[str
             opened = _open(image.png, m, f"seed {seed}", failures)
             cells.append(cell(m, image, opened, base))
             base = opened if len(cells) == 1 else base
-        shown.append({"prompt": prompt, "seed": seed, "cells": cells})
-    return shown, len(keys) - len(shown)
+        entries.append({"prompt": prompt, "seed": seed, "cells": cells})
+    return entries, len(keys) - len(entries)
 
 
 def _open(png: str | None, method: Method, which: str, failures: list[str]) -> Image.Image | None:

@@ -8,7 +8,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from visspec.eval.report.data import number
-from visspec.io.files import replacing
+from visspec.io.files import atomic_write
 from visspec.loop.stats import COLOURS, MEANING
 
 
@@ -33,5 +33,5 @@ def number_text(value: object, digits: int = 2) -> str:
 
 def write_page(path: str | Path, template: str, values: dict[str, Any]) -> None:
     page = environment().get_template(f"{template}.html.j2").render(values)
-    with replacing(path) as draft:
+    with atomic_write(path) as draft:
         draft.write_text(page, encoding="utf-8", errors="backslashreplace")

@@ -17,5 +17,5 @@ CURVES = (  # field, its title, and the list of `progress` that contains it
 def write_page(path: str | Path, progress: Mapping[str, Any], provenance: Mapping[str, Any]) -> None:
     """Write the page of a run: loss, agreement with the target, and tau on held-out prompts, over steps."""
     points = {label: [(e["step"], e[name]) for e in progress[entries] if name in e] for name, label, entries in CURVES}
-    curves = [(label, figures.curve(found, label)) for label, found in points.items() if found]
+    curves = [(label, figures.curve(values, label)) for label, values in points.items() if values]
     rendering.write_page(path, "training", {"progress": progress, "provenance": provenance, "curves": curves})

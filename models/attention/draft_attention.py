@@ -1,10 +1,10 @@
 """The attention function of draft passes, and which decoders use it.
 
 A verification pass hands its tree to the attention layers as the keyword `visspec` of the forward pass, and meanwhile
-switches the model's configurations to our function, registered with transformers as "visspec" (`switched`). Without the
-keyword, and for anything more than a softmax over keys, that function calls transformers' own `sdpa`, so another thread
-that runs the same model computes the same under either name. Models that drop the keyword use the 4-D mask that goes
-with it (`pass_inputs`).
+the model's configurations name our function, registered with transformers as "visspec" (`switch_attention`). Without
+the keyword, and for anything more than a softmax over keys, that function calls transformers' own `sdpa`, so another
+thread that runs the same model computes the same under either name. Models that drop the keyword use the 4-D mask that
+goes with it (`pass_inputs`).
 
 transformers repeats keys and values for every query head if a mask is given. Here the query heads that share a key head
 are rows of one matrix, and the mask has a row for each. On a GPU with 16-bit weights there is no mask (`Backend`):
@@ -160,7 +160,7 @@ def configurations(decoder: nn.Module) -> list[Any]:
 
 
 @contextmanager
-def switched(configs: Iterable[Any]) -> Iterator[None]:
+def switch_attention(configs: Iterable[Any]) -> Iterator[None]:
     """Context in which configurations select our attention. Passes of several threads may overlap."""
     with _lock:
         for config in configs:

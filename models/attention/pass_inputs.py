@@ -106,7 +106,7 @@ class SlotLayers(Cache):
         self.written: dict[int, int] = {}
         super().__init__(layers=[states.get(i) or SlotLayer(self.slots, i) for i in range(max(states, default=-1) + 2)])
 
-    def over(self, stores: list[Tensor], rows: int, length: int) -> SlotLayers:
+    def with_stores(self, stores: list[Tensor], rows: int, length: int) -> SlotLayers:
         """Return a cache of the same layers over other stores (keys, then values), with rows of `length` slots."""
         new, half = SlotLayers(rows), len(stores) // 2
         new.slots.keys, new.slots.values = [s[:rows] for s in stores[:half]], [s[:rows] for s in stores[half:]]
@@ -327,17 +327,17 @@ class Masks:
             mask = self._ragged_mask(slots, tree, extent)
         else:
             mask = self._shared_mask(tree, slots.length)
-        return self.inputs(laid(mask, slots.steady))
+        return self.inputs(layout_mask(mask, slots.steady))
 
     def whole(
         self, ancestor: Tensor, depth: Tensor, lengths: list[int] | Tensor, padding: Tensor | None, extent: int
     ) -> AttentionInputs:
         """Like a call, without cached masks; lengths (R,) may be a tensor, which is then not read on the host."""
         seen_RNS = visibility(ancestor, lengths, padding, extent)
-        full = laid(self.additive(seen_RNS, self.groups), False)
+        full = layout_mask(self.additive(seen_RNS, self.groups), False)
         if not self.window:
             return self.inputs(full)
-        sliding = laid(self.additive(seen_RNS & nearby(depth, lengths, extent, self.window), self.groups), False)
+        sliding = layout_mask(self.additive(seen_RNS & nearby(depth, lengths, extent, self.window), self.groups), False)
         if not self.mixed:
             return self.inputs(sliding)
         kinds = self.inputs(full), self.inputs(sliding)
@@ -365,27 +365,27 @@ class Masks:
 
     def _shared_mask(self, tree: Tree, length: int) -> Tensor:
         """Return the mask if all rows are equal: a view into a buffer of [zeros | tree], not built every round."""
-        known = self._bias.get(id(tree))
-        if known is not None and known[0] is tree and known[1].shape[-1] - tree.size >= length:
-            buffer = known[1]
+        entry = self._bias.get(id(tree))
+        if entry is not None and entry[0] is tree and entry[1].shape[-1] - tree.size >= length:
+            buffer = entry[1]
         else:
             own = self.additive(tree.ancestor, self.groups)
             buffer = torch.cat([own.new_zeros(*own.shape[:3], length + length // 4 + GROW), own], dim=-1)
-            kept = list(self._bias.values())  # copied, as other threads may add to it
-            if sum(other.numel() for _, other in kept) + buffer.numel() > MOST_KEPT:
+            masks = list(self._bias.values())  # copied, as other threads may add to it
+            if sum(other.numel() for _, other in masks) + buffer.numel() > MOST_KEPT:
                 self._bias.clear()
             self._bias[id(tree)] = (tree, buffer)
         return buffer[..., buffer.shape[-1] - tree.size - length :]
 
     def _ragged_mask(self, slots: SlotCache, tree: Tree, extent: int) -> Tensor:
         """Return the mask if rows differ. It is kept with the request and updated after each row's prefix only."""
-        kept = slots.mask
-        if not isinstance(kept, IncrementalMask) or not kept.fits(slots, tree, self.groups, extent):
+        mask = slots.mask
+        if not isinstance(mask, IncrementalMask) or not mask.fits(slots, tree, self.groups, extent):
             room = extent + extent // 4 + GROW
             seen_RNS = visibility(tree.ancestor, slots.lengths, slots.padding, room)
             slots.mask = IncrementalMask(self.additive(seen_RNS, self.groups), slots.lengths, tree.size)
         else:
-            kept.move(slots.lengths, self.additive(tree.ancestor))
+            mask.move(slots.lengths, self.additive(tree.ancestor))
         return slots.mask.bias[:, :, : self.groups * tree.size, :extent]
 
 
@@ -424,7 +424,7 @@ class IncrementalMask:
         self.lengths, self.nodes = lengths, size
 
 
-def laid(bias: Tensor, steady: bool) -> Tensor:
+def layout_mask(bias: Tensor, steady: bool) -> Tensor:
     """Lay out a mask for attention.
 
     Args:
@@ -442,9 +442,9 @@ def align_mask(bias: Tensor, spare: bool = False) -> Tensor:
     Args:
         spare: Whether to make the allocated rows longer than the visible part in any case.
     """
-    seen = bias.shape[-1]
-    width = (seen // 8 + 1) * 8 if spare else -(-seen // 8) * 8
-    new = bias.new_empty(*bias.shape[:-1], width)[..., :seen]
+    length = bias.shape[-1]
+    width = (length // 8 + 1) * 8 if spare else -(-length // 8) * 8
+    new = bias.new_empty(*bias.shape[:-1], width)[..., :length]
     return new.copy_(bias)
 
 
@@ -455,8 +455,8 @@ def nearby(depth: Tensor, lengths: list[int] | Tensor, extent: int, window: int)
     depth_RN = depth.expand(rows, size)
     slot = torch.arange(extent, device=depth.device).expand(rows, extent)
     node = slot - length_R[:, None]
-    inside = (node >= 0) & (node < size)
-    index_RS = torch.where(inside, length_R[:, None] + depth_RN.gather(1, node.clamp(0, size - 1)), slot)
+    is_node = (node >= 0) & (node < size)
+    index_RS = torch.where(is_node, length_R[:, None] + depth_RN.gather(1, node.clamp(0, size - 1)), slot)
     return (length_R[:, None] + depth_RN)[..., None] - index_RS[:, None] < window
 
 
@@ -479,7 +479,7 @@ class ModuleHooks:
                 hook.remove()
 
     @property
-    def calling(self) -> bool:
+    def is_caller(self) -> bool:
         """Return whether the current call comes from the thread that opened the context."""
         return threading.get_ident() == self.caller
 
@@ -501,19 +501,19 @@ class DecoderRecorder(ModuleHooks):
 
     def _put_up(self):
         return [
-            self.decoder.register_forward_pre_hook(self._entering, with_kwargs=True),
-            self.decoder.register_forward_hook(self._leaving),
+            self.decoder.register_forward_pre_hook(self._before_call, with_kwargs=True),
+            self.decoder.register_forward_hook(self._after_call),
             *([] if self.last is None else [self.last.register_forward_hook(self._leaving_last)]),
         ]
 
-    def _entering(self, module, args, kwargs=None) -> None:
-        if self.calling:
+    def _before_call(self, module, args, kwargs=None) -> None:
+        if self.is_caller:
             self.seen.update({k: kwargs.get(k) for k in ("inputs_embeds", "position_ids")})
 
-    def _leaving(self, module, args, output) -> None:
-        if self.calling:
+    def _after_call(self, module, args, output) -> None:
+        if self.is_caller:
             self.seen["last_hidden_state"] = getattr(output, "last_hidden_state", None)
 
     def _leaving_last(self, module, args, output) -> None:
-        if self.calling:
+        if self.is_caller:
             self.seen["before_norm"] = output[0] if isinstance(output, tuple) else output

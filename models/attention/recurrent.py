@@ -122,7 +122,7 @@ class RecurrentStateCheckpoints:
         if draft.tree.chain:
             tree = trees.chain(longest + nodes - 1, str(device))
         else:
-            tree = behind(draft.tree, replayed_B1, longest)
+            tree = append_to_replayed(draft.tree, replayed_B1, longest)
         with ShortChunks(modules, tree.size if self._paths is None else self._paths.width, device):
             output = self._pass(passing, state, Draft(self.ids, tree), True)
         return output, replayed_B1 + torch.arange(nodes, device=device)
@@ -155,10 +155,10 @@ class RecurrentStateCheckpoints:
         if not self._kept and not self._recorded:
             self.replayed = [0] * len(self.replayed)
             return
-        taken = [before + len(path) for before, path in zip(self._before, outcome.path)]
+        counts = [before + len(path) for before, path in zip(self._before, outcome.path)]
         width = max(self._before) + nodes
-        self._take(taken, width)
-        self.replayed = [0 if self._recorded or count == width else count for count in taken]
+        self._take(counts, width)
+        self.replayed = [0 if self._recorded or count == width else count for count in counts]
 
     def _commit_path(self, paths: PathRows, outcome: Outcome) -> None:
         """Like `commit`, for a tree: a row accepts the whole pass if it accepts a path of maximal length."""
@@ -170,23 +170,23 @@ class RecurrentStateCheckpoints:
         self.ids = self.ids.gather(1, to_device([row + [0] * (longest - len(row)) for row in nodes], device))
         if any(whole):
             paths.keep(to_device(whole, device), to_device([row[-1] for row in nodes], device))
-        self.replayed = [0 if done else len(row) for done, row in zip(whole, nodes)]
+        self.replayed = [0 if is_whole else len(row) for is_whole, row in zip(whole, nodes)]
 
-    def _take(self, taken: list[int], width: int) -> None:
+    def _take(self, counts: list[int], width: int) -> None:
         """Restore the saved states, except of rows that accepted a whole pass of so many tokens. Windows are those
         after what a row accepted.
         """
         if self._recorded:
             for states, i in self._states():
-                states[i] = _window(states[i], to_device(taken, states[i].device), states[i].shape[-1] - width)
-        whole = [count == width for count in taken]
+                states[i] = _window(states[i], to_device(counts, states[i].device), states[i].shape[-1] - width)
+        whole = [count == width for count in counts]
         if all(whole):
             return
-        for states, i, before in self._kept:
+        for states, i, saved in self._kept:
             if any(whole):
-                new = to_device(whole, before.device).view(-1, *[1] * (before.dim() - 1))
-                before = torch.where(new, states[i], before)
-            states[i] = before
+                new = to_device(whole, saved.device).view(-1, *[1] * (saved.dim() - 1))
+                saved = torch.where(new, states[i], saved)
+            states[i] = saved
         self._kept = []
 
     def _settle(self, passing: Callable[[State, Draft], Any], state: State) -> None:
@@ -237,10 +237,10 @@ class ShortChunks(ModuleHooks):
         self.width = width
 
     def _put_up(self) -> list[RemovableHandle]:
-        return [module.register_forward_pre_hook(self._entering, with_kwargs=True) for module in self.modules]
+        return [module.register_forward_pre_hook(self._before_call, with_kwargs=True) for module in self.modules]
 
-    def _entering(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
-        return (args, {**kwargs, "chunk_size": self.width}) if self.calling and kwargs is not None else None
+    def _before_call(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
+        return (args, {**kwargs, "chunk_size": self.width}) if self.is_caller and kwargs is not None else None
 
 
 @functools.cache
@@ -289,11 +289,11 @@ class PathRows(ModuleHooks):
 
     def _put_up(self) -> list[RemovableHandle]:
         modules = self.modules.values()
-        entering = [module.register_forward_pre_hook(self._entering, with_kwargs=True) for module in modules]
-        return entering + [module.register_forward_hook(self._leaving) for module in modules]
+        entering = [module.register_forward_pre_hook(self._before_call, with_kwargs=True) for module in modules]
+        return entering + [module.register_forward_hook(self._after_call) for module in modules]
 
-    def _entering(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
-        if not self.calling or kwargs is None:
+    def _before_call(self, module: nn.Module, args: tuple, kwargs: dict | None = None) -> tuple[tuple, dict] | None:
+        if not self.is_caller or kwargs is None:
             return None
         hidden_BTd = args[0] if args else kwargs["hidden_states"]
         hidden_BXd = gather_rows(hidden_BTd, self.read.to(hidden_BTd.device))
@@ -308,19 +308,19 @@ class PathRows(ModuleHooks):
             states[i] = None if state is None else state.repeat_interleave(self.paths, 0)
         return args, kwargs
 
-    def _leaving(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        if not self.calling:
+    def _after_call(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        if not self.is_caller:
             return None
-        for states, i, before in self._before.pop(id(module)):
-            if (after := states[i]) is not None:
-                self._bytes += after.nbytes
-                self._ends.append((states, i, after))
+        for states, i, saved in self._before.pop(id(module)):
+            if (state := states[i]) is not None:
+                self._bytes += state.nbytes
+                self._ends.append((states, i, state))
                 if not self.ends_kept:
                     self._ends.clear()
-                states[i] = torch.zeros_like(after[:: self.paths]) if before is None else before
-        return tuple(map(self._gathered, output)) if isinstance(output, tuple) else self._gathered(output)
+                states[i] = torch.zeros_like(state[:: self.paths]) if saved is None else saved
+        return tuple(map(self._gather_nodes, output)) if isinstance(output, tuple) else self._gather_nodes(output)
 
-    def _gathered(self, found_XDd: Tensor) -> Tensor:
+    def _gather_nodes(self, found_XDd: Tensor) -> Tensor:
         """Select the nodes' outputs from those of their paths."""
         outputs_BXd = found_XDd.reshape(len(self.read), -1, found_XDd.shape[-1])
         return gather_rows(outputs_BXd, self.given.to(outputs_BXd.device))
@@ -329,13 +329,13 @@ class PathRows(ModuleHooks):
         """Give rows the states, or the window, at the end of the path that contains their last node."""
         place_B = self.given.gather(1, last_B[:, None])[:, 0]
         path_B = torch.arange(len(place_B), device=place_B.device) * self.paths + place_B // self.width
-        for states, i, after in self._ends:
-            device, size = after.device, states[i].shape[-1]
-            found = after[path_B.to(device)]
-            if found.shape[-1] > size:
-                found = _window(found, (place_B % self.width + 1).to(device), size)
-            whole = whole_B.to(device).view(-1, *[1] * (after.dim() - 1))
-            states[i] = torch.where(whole, found, states[i])
+        for states, i, ends in self._ends:
+            device, size = ends.device, states[i].shape[-1]
+            state = ends[path_B.to(device)]
+            if state.shape[-1] > size:
+                state = _window(state, (place_B % self.width + 1).to(device), size)
+            whole = whole_B.to(device).view(-1, *[1] * (ends.dim() - 1))
+            states[i] = torch.where(whole, state, states[i])
 
 
 def _records_windows(layer: Any) -> bool:
@@ -365,7 +365,7 @@ def path_rows(tree: Tree) -> tuple[Tensor, Tensor]:
     return path_BPD, tree.ancestor.gather(1, leaf_BP.expand(-1, -1, tree.size)).long().argmax(dim=1)
 
 
-def behind(tree: Tree, replayed_B1: Tensor, longest: int) -> Tree:
+def append_to_replayed(tree: Tree, replayed_B1: Tensor, longest: int) -> Tree:
     """Append a draft's tree to the tokens that each row replays. Rows that replay fewer tokens are padded at the end
     with children of the first one, which nothing reads.
     """

@@ -41,10 +41,10 @@ class SteppedRope(ModuleHooks):
         self.reaches = [] if reach_BN is None else reach_BN.unique().tolist()
 
     def _put_up(self):
-        return [module.register_forward_hook(self._leaving, with_kwargs=True) for module in self.modules]
+        return [module.register_forward_hook(self._after_call, with_kwargs=True) for module in self.modules]
 
-    def _leaving(self, module, args, kwargs, output=None):
-        if not self.calling:
+    def _after_call(self, module, args, kwargs, output=None):
+        if not self.is_caller:
             return None
         arguments = inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments
         if arguments.get("position_ids") is None:
@@ -55,27 +55,27 @@ class SteppedRope(ModuleHooks):
             parts = _parts(output)
             for reach in self.reaches:
                 at_reach = (self.reach_BN == reach)[..., None]
-                parts = [torch.where(at_reach, new, old) for new, old in zip(_reaching(arguments, reach), parts)]
+                parts = [torch.where(at_reach, new, old) for new, old in zip(_rotations(arguments, reach), parts)]
         return tuple(parts) if isinstance(output, tuple) else parts[0]
 
-    def _prefill(self, given: dict) -> list[Tensor]:
-        positions = given["position_ids"]
+    def _prefill(self, arguments: dict) -> list[Tensor]:
+        positions = arguments["position_ids"]
         ends = positions[..., -1].flatten().tolist()
-        one = given | {"position_ids": positions.new_ones(1, 1).expand(*positions.shape[:-2], 1, 1)}
-        first, last = (_reaching(one, reach) for reach in (max(min(ends) + 1, 2), max(ends) + self.new + 2))
+        one = arguments | {"position_ids": positions.new_ones(1, 1).expand(*positions.shape[:-2], 1, 1)}
+        first, last = (_rotations(one, reach) for reach in (max(min(ends) + 1, 2), max(ends) + self.new + 2))
         self.moves |= not all(torch.equal(a, b) for a, b in zip(first, last))
-        return _reaching(given, int(positions.max()) + 1)
+        return _rotations(arguments, int(positions.max()) + 1)
 
 
-def _reaching(given: dict, reach: int) -> list[Tensor]:
+def _rotations(arguments: dict, reach: int) -> list[Tensor]:
     """Return what a freshly loaded module gives at the positions of a call, (..., N, E) each, for this reach."""
-    module, positions = given["self"], given["position_ids"]
+    module, positions = arguments["self"], arguments["position_ids"]
     fresh = copy.copy(module)
     buffers = module._buffers.items()  # optional buffers may be None
     fresh._buffers = {name: None if buffer is None else buffer.clone() for name, buffer in buffers}
     last = torch.full_like(positions[..., :1], reach - 1)
     for places in (0 * last, torch.cat([positions.clamp(max=reach - 1), last], dim=-1)):  # the short call resets it
-        output = type(module).forward(**given | {"self": fresh, "position_ids": places})
+        output = type(module).forward(**arguments | {"self": fresh, "position_ids": places})
     return [part[..., :-1, :] for part in _parts(output)]
 
 

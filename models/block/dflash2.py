@@ -49,10 +49,10 @@ class GroupedConv(nn.Module):
         delta_SMKG = self.kernel_projection(x_MKd).unflatten(-1, (-1, self.groups)).permute(2, 0, 1, 3)
         base_SGE = self.base_kernel.flatten(0, 1).unflatten(-1, (self.groups, -1))
         first, second = (delta_SMKG[..., None] + base_SGE[:, None, None]).flatten(-2).chunk(2)  # (T, M, K, d)
-        return convolved(x_MKd, first).view_as(x_BNd), lambda y: convolved(y.reshape(x_MKd.shape), second).view_as(y)
+        return convolve(x_MKd, first).view_as(x_BNd), lambda y: convolve(y.reshape(x_MKd.shape), second).view_as(y)
 
 
-def convolved(x_MKd: Tensor, kernel_TMKd: Tensor) -> Tensor:
+def convolve(x_MKd: Tensor, kernel_TMKd: Tensor) -> Tensor:
     """Convolve blocks (M, K, d)."""
     out = x_MKd * kernel_TMKd[0]
     for tap in range(1, len(kernel_TMKd)):
@@ -67,11 +67,11 @@ class Layer(MuseGlimmerAssistantDecoderLayer):
         super().__init__(config, layer_idx)
         self.attention_conv, self.mlp_conv = GroupedConv(config), GroupedConv(config)
 
-    def forward(self, hidden_states: Tensor, **given: object) -> Tensor:
-        x, after = self.attention_conv(self.input_layernorm(hidden_states))
-        hidden_states = hidden_states + after(self.self_attn(hidden_states=x, **given)[0])
-        x, after = self.mlp_conv(self.post_attention_layernorm(hidden_states))
-        return hidden_states + after(self.mlp(x))
+    def forward(self, hidden_states: Tensor, **arguments: object) -> Tensor:
+        x, smooth = self.attention_conv(self.input_layernorm(hidden_states))
+        hidden_states = hidden_states + smooth(self.self_attn(hidden_states=x, **arguments)[0])
+        x, smooth = self.mlp_conv(self.post_attention_layernorm(hidden_states))
+        return hidden_states + smooth(self.mlp(x))
 
 
 class DFlash2Model(MuseGlimmerAssistantModel):

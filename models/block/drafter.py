@@ -163,8 +163,8 @@ class BlockModel(StructuredDrafter):
         hidden_BKd = self._hidden(state)[:, : self.levels(state, depth)]
         logits_BKV, head = self._laws(hidden_BKd), self.form.sequential
         if self.structure(state).width > 1:
-            below = None if head is None else head.begun(logits_BKV, hidden_BKd)
-            return self.block_tree(state, logits_BKV, below)
+            logits_below = None if head is None else head.logits_function(logits_BKV, hidden_BKd)
+            return self.block_tree(state, logits_BKV, logits_below)
         chain = Chain(state, self.confidence)
         if head is None:
             chain.extend(logits_BKV)
@@ -175,11 +175,11 @@ class BlockModel(StructuredDrafter):
         return chain.finish()
 
     def _walk(self, chain: Chain, head: Sequential, logits_BKV: Tensor, hidden_BKd: Tensor) -> None:
-        below, token_B = head.begun(logits_BKV, hidden_BKd), chain.pending
+        logits_below, token_B = head.logits_function(logits_BKV, hidden_BKd), chain.pending
         for place, hidden_Bd in enumerate(hidden_BKd.unbind(1)):
             logit_B = head.expected(hidden_Bd, token_B) if self.confidence else None
             rate_B = None if logit_B is None else logit_B.sigmoid().float()
-            token_B = chain.add(below(place, token_B[:, None])[:, 0], rate_B)
+            token_B = chain.add(logits_below(place, token_B[:, None])[:, 0], rate_B)
 
     def _hidden(self, state: State) -> Tensor:
         """Run one pass and return the block's hidden states after the pending tokens, (B, K - 1, d), or (B, K, d) if
@@ -205,7 +205,7 @@ class BlockModel(StructuredDrafter):
         slots, like = memory.cache.slots, next(self.assistant.parameters())
         rows = len(slots.lengths)
         position_BC, context_BCF, counts = (
-            memory.pop_pending() if memory.pending_inputs else self._nothing(rows, position_B)
+            memory.pop_pending() if memory.pending_inputs else self._no_features(rows, position_B)
         )
         width = context_BCF.shape[1]
         extent = slots.open(width + self.block, pending.device)
@@ -213,7 +213,7 @@ class BlockModel(StructuredDrafter):
         ids_BK[:, :1] = pending[:, None]
         ahead_BK = position_B[:, None] + torch.arange(self.block, device=pending.device)
         inputs: dict[str, Any] = {
-            "noise_embeds": self._embedded(ids_BK).to(like),
+            "noise_embeds": self._embed_ids(ids_BK).to(like),
             "context_hidden_states": context_BCF.to(like),
             "attention_mask": self._masks(slots.lengths, counts, width, extent, like),
             "position_ids": torch.cat([position_BC, ahead_BK], dim=1),
@@ -222,12 +222,12 @@ class BlockModel(StructuredDrafter):
         slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
         return hidden_BKd
 
-    def _embedded(self, ids: Tensor) -> Tensor:
+    def _embed_ids(self, ids: Tensor) -> Tensor:
         if not self.form.raw:
             return self.embed(ids)
         return nn.functional.embedding(ids, self.embed.weight) * self.form.scale
 
-    def _nothing(self, rows: int, position_B: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+    def _no_features(self, rows: int, position_B: Tensor) -> tuple[Tensor, Tensor, list[int]]:
         size = len(self.traits.feature_layers) * self.assistant.config.hidden_size
         return position_B[:, None][:, :0], next(self.assistant.parameters()).new_empty(rows, 0, size), [0] * rows
 
@@ -244,12 +244,12 @@ class BlockModel(StructuredDrafter):
         seen_BS = (slot < length_B1 + count_B1) | own
         index_BS = torch.where(slot < length_B1 + count_B1, slot, slot - width + count_B1)
         query_BK = length_B1 + count_B1 + torch.arange(self.block, device=like.device)
-        near_BKS = self._near(query_BK, index_BS)
+        near_BKS = self._in_window(query_BK, index_BS)
         full = additive(seen_BS, like.dtype)[:, None, None].expand(-1, -1, self.block, -1)
         sliding = full.masked_fill(~near_BKS[:, None], torch.finfo(like.dtype).min)
         return {"full_attention": full, "sliding_attention": sliding}
 
-    def _near(self, query_BK: Tensor, index_BS: Tensor) -> Tensor:
+    def _in_window(self, query_BK: Tensor, index_BS: Tensor) -> Tensor:
         """Return which slots a place sees through a window, (B, K, S)."""
         distance_BKS = query_BK[..., None] - index_BS[:, None]
         near_BKS = distance_BKS <= self.reach
@@ -262,8 +262,8 @@ class BlockModel(StructuredDrafter):
         """Keep the target's features of the accepted nodes for the next pass."""
         # not for draws: their numbers are reused until they are judged, so no length may depend on the last one
         if self.confidence and draft.levels and not (state.noise is not None and state.noise.samples):
-            kept = max(outcome.draft_lengths)
-            state.memory.limit = kept + 1 if kept < draft.levels else 2 * kept
+            accepted = max(outcome.draft_lengths)
+            state.memory.limit = accepted + 1 if accepted < draft.levels else 2 * accepted
         path_BD, features, counts = accepted_nodes(scores, verdict, outcome)
         first_B = state.memory.placed(state.position) - verdict.length
         position_BD = first_B[:, None] + torch.arange(path_BD.shape[1], device=first_B.device)

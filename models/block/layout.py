@@ -144,8 +144,8 @@ def config_of(
         eos_token_id=None,
     )
     if algorithm(form, data) == "dflash2":
-        known = {**CONVOLUTIONS, **fields} if form == "speculators" else fields
-        with_convolutions(config, *(known.get(name) for name in CONVOLUTIONS))
+        entries = {**CONVOLUTIONS, **fields} if form == "speculators" else fields
+        with_convolutions(config, *(entries.get(name) for name in CONVOLUTIONS))
     return config, _block(folder, form, fields, kinds, window, causal)
 
 
@@ -157,13 +157,13 @@ def _kinds(folder: Path, layer: dict, count: int) -> list[str]:
     return kinds
 
 
-def _layers(folder: Path, form: str, said: dict, layers: int, count: int) -> list[int]:
+def _layers(folder: Path, form: str, entries: dict, layers: int, count: int) -> list[int]:
     """Return the layers whose outputs are read, counted from 0. speculators' form names inputs of layers; if z-lab's
     names none, as many as the drafter has layers are spread from 1 to the last but two.
     """
     low = 1 if form == "speculators" else 0
     name = "aux_hidden_state_layer_ids" if low else "target_layer_ids"
-    layer_ids = said.get(name)
+    layer_ids = entries.get(name)
     if layer_ids is None and not low and layers > 3:
         layer_ids = [layers // 2] if count == 1 else [round(1 + i * (layers - 4) / (count - 1)) for i in range(count)]
     ids = check_wholes(name, layer_ids, 0, MOST_LAYERS)
@@ -173,16 +173,16 @@ def _layers(folder: Path, form: str, said: dict, layers: int, count: int) -> lis
     return [i - low for i in ids]
 
 
-def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, causal: bool | None) -> DFlashVariant:
+def _block(folder: Path, form: str, entries: dict, kinds: list[str], window: int, causal: bool | None) -> DFlashVariant:
     if causal is not None and not isinstance(causal, bool):
         raise ValueError(f"causal: got {shorten(causal)}, expected true or false.")
-    spark = form in ("dspark", "deepspec") or said.get("speculators_model_type") == "dspark"
-    anchor = bool(said.get("shift_label" if form == "domino" else "sample_from_anchor", spark))
+    spark = form in ("dspark", "deepspec") or entries.get("speculators_model_type") == "dspark"
+    anchor = bool(entries.get("shift_label" if form == "domino" else "sample_from_anchor", spark))
     if form == "speculators":
-        both_ways = said.get("sliding_window_non_causal", algorithm(form, said) == "dflash2")
+        both_ways = entries.get("sliding_window_non_causal", algorithm(form, entries) == "dflash2")
         hides = not both_ways if causal is None else causal
         return DFlashVariant(anchor=anchor, causal=hides, reach=window, from_anchor=True, index=True, raw=True)
-    own = said.get("is_causal", said.get("causal"))  # keys of z-lab and of ModelOpt, for all layers
+    own = entries.get("is_causal", entries.get("causal"))  # keys of z-lab and of ModelOpt, for all layers
     if own and "full_attention" in kinds:
         raise ValueError(f"drafter: is_causal of {folder} is true, expected false for layers of full attention.")
     if own is None and causal is None and "sliding_attention" in kinds:
@@ -192,8 +192,8 @@ def _block(folder: Path, form: str, said: dict, kinds: list[str], window: int, c
             RuntimeWarning,
             stacklevel=2,
         )
-    numbers = {name: said.get(name) for name in ("input_embedding_scale", "output_multiplier")}
-    softcap = said.get("final_logit_softcapping") or 0.0
+    numbers = {name: entries.get(name) for name in ("input_embedding_scale", "output_multiplier")}
+    softcap = entries.get("final_logit_softcapping") or 0.0
     scale, multiplier = (1.0 if value is None else float(value) for value in numbers.values())
     hides = (own is None or bool(own)) if causal is None else causal
     return DFlashVariant(

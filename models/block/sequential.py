@@ -51,21 +51,21 @@ class Markov(nn.Module):
         if kind == "rnn":
             self.joint = nn.Linear(2 * rank + hidden, 3 * rank)
 
-    def forward(self, hidden: Tensor, token: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(self, hidden: Tensor, token: Tensor, memory: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """Return what tokens (...) add, and the state.
 
         Args:
             hidden: (..., d), the same for all tokens of a tree level.
         """
-        before = self.down(token)
+        embedding = self.down(token)
         if self.kind == "vanilla":
-            return self.up(before), None
-        hidden = hidden.to(before).expand(*before.shape[:-1], -1)
+            return self.up(embedding), None
+        hidden = hidden.to(embedding).expand(*embedding.shape[:-1], -1)
         if self.kind == "gated":
-            return self.up(self.gate(torch.cat([hidden, before], dim=-1)).sigmoid() * before), None
-        kept = torch.zeros_like(before) if kept is None else kept
-        gate, new, out = self.joint(torch.cat([kept, before, hidden], dim=-1)).chunk(3, dim=-1)
-        return self.up(out.tanh()), torch.lerp(new.tanh(), kept, gate.sigmoid())
+            return self.up(self.gate(torch.cat([hidden, embedding], dim=-1)).sigmoid() * embedding), None
+        memory = torch.zeros_like(embedding) if memory is None else memory
+        gate, new, out = self.joint(torch.cat([memory, embedding, hidden], dim=-1)).chunk(3, dim=-1)
+        return self.up(out.tanh()), torch.lerp(new.tanh(), memory, gate.sigmoid())
 
 
 class Confidence(nn.Module):
@@ -80,8 +80,8 @@ class Confidence(nn.Module):
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)
 
-    def forward(self, hidden: Tensor, before: Tensor | None) -> Tensor:
-        return self.linear(hidden if before is None else torch.cat([hidden, before], dim=-1))[..., 0]
+    def forward(self, hidden: Tensor, embedding: Tensor | None) -> Tensor:
+        return self.linear(hidden if embedding is None else torch.cat([hidden, embedding], dim=-1))[..., 0]
 
 
 class Sequential(nn.Module):
@@ -91,7 +91,7 @@ class Sequential(nn.Module):
     candidates = 0  # number of tokens kept per place; 0: all
     # (logits (B, K, V) and hidden states (B, K, d) of a pass): a function to be called for the places in turn, from a
     # place's index and the tokens above it (B, W) to the logits of its distributions, (B, W, V)
-    begun: Callable[[Tensor, Tensor], Below]
+    logits_function: Callable[[Tensor, Tensor], Below]
 
     def likeliest(self, logits_BKV: Tensor, hidden_BKd: Tensor, token_B: Tensor) -> Tensor | None:
         """Return the chain (B, K) of each place's likeliest token, if that is possible without a sequential walk."""
@@ -116,15 +116,15 @@ class Spark(Sequential):
         self.markov, self.confidence, self.ids = markov, confidence, ids
         self.remembers = markov is not None and markov.kind == "rnn"
 
-    def begun(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
-        kept: Tensor | None = None
+    def logits_function(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
+        memory: Tensor | None = None
 
         def below(place: int, token_BW: Tensor) -> Tensor:
-            nonlocal kept
+            nonlocal memory
             logits_B1V = logits_BKV[:, place, None]
             if self.markov is None:
                 return logits_B1V
-            more_BWD, kept = self.markov(hidden_BKd[:, place, None], token_BW, kept)
+            more_BWD, memory = self.markov(hidden_BKd[:, place, None], token_BW, memory)
             return logits_B1V + over_vocabulary(more_BWD, self.ids, logits_BKV.shape[-1])
 
         return below
@@ -132,8 +132,8 @@ class Spark(Sequential):
     def expected(self, hidden: Tensor, token: Tensor) -> Tensor | None:
         if self.confidence is None:
             return None
-        before = self.markov.down(token).detach() if self.markov is not None and self.confidence.rank else None
-        return self.confidence(hidden.detach(), before)
+        embedding = self.markov.down(token).detach() if self.markov is not None and self.confidence.rank else None
+        return self.confidence(hidden.detach(), embedding)
 
 
 class Domino(Sequential):
@@ -154,12 +154,12 @@ class Domino(Sequential):
         first, last = nn.Linear(hidden + state, middle, bias=False), nn.Linear(middle, vocab, bias=False)
         self.embed_proj = nn.Sequential(first, nn.SiLU(), last)
 
-    def begun(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
-        kept: Tensor | None = None
+    def logits_function(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
+        memory: Tensor | None = None
 
         def below(place: int, token_B1: Tensor) -> Tensor:
-            nonlocal kept
-            out_B1r, kept = self.prefix_gru(F.embedding(token_B1, self.table[0]), kept)
+            nonlocal memory
+            out_B1r, memory = self.prefix_gru(F.embedding(token_B1, self.table[0]), memory)
             logits_B1V, hidden_B1d = logits_BKV[:, place, None], hidden_BKd[:, place, None]
             if place < self.prefix:
                 return logits_B1V
@@ -185,17 +185,17 @@ class CandidateSelector(Sequential):
         """Return vectors (..., C, r) of candidates (..., C), to be multiplied with those of the tokens before them."""
         return self.successor_codebook[ids] * self.hidden_projection(hidden)[..., None, :]
 
-    def scores(self, logits: Tensor, hidden: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    def scores(self, logits: Tensor, hidden: Tensor, previous: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits of candidates and their ids, each (..., C), for places (..., V) after tokens (...). The true
         next token (...) is always a candidate: if it is not one of the likeliest, it replaces the last.
         """
         ids = logits.topk(self.candidates, dim=-1).indices
-        missing = ~(ids == after[..., None]).any(dim=-1)
-        ids[..., -1] = torch.where(missing, after, ids[..., -1])
-        edges = self._rows(hidden, ids) @ self.predecessor_codebook[before][..., None]
+        missing = ~(ids == target[..., None]).any(dim=-1)
+        ids[..., -1] = torch.where(missing, target, ids[..., -1])
+        edges = self._rows(hidden, ids) @ self.predecessor_codebook[previous][..., None]
         return logits.gather(-1, ids) + edges[..., 0].to(logits.dtype), ids
 
-    def begun(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
+    def logits_function(self, logits_BKV: Tensor, hidden_BKd: Tensor) -> Below:
         unary_BKC, ids_BKC = logits_BKV.topk(self.candidates, dim=-1)
         rows_BKrC = self._rows(hidden_BKd, ids_BKC).mT
         nothing_V = torch.full_like(logits_BKV[0, 0], float("-inf"))
@@ -223,7 +223,7 @@ class CandidateSelector(Sequential):
 # --- published configurations -----------------------------------------------------------------------------------------
 
 
-def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, table: Tensor) -> Sequential | None:
+def sequential_of(folder: Path, kind: str, entries: dict, vocab: int, few: int, table: Tensor) -> Sequential | None:
     """Build the head of a checkpoint, without weights, from its configuration; None if it has none.
 
     Raises ValueError if it is unsupported.
@@ -233,22 +233,22 @@ def sequential_of(folder: Path, kind: str, said: dict, vocab: int, few: int, tab
         few: Size of its own vocabulary, 0: all ids.
         table: The target's embeddings, at least (V, d).
     """
-    hidden, nested = table.shape[1], "speculators_model_type" in said
+    hidden, nested = table.shape[1], "speculators_model_type" in entries
     if kind == "dflash":
         return None
     if kind == "dflash2":
-        sizes: list[Any] = [said.get(name, default if nested else None) for name, default in SELECTOR.items()]
+        sizes: list[Any] = [entries.get(name, default if nested else None) for name, default in SELECTOR.items()]
         for name, size in zip(SELECTOR, sizes):
             check_whole(name, size, 1, vocab)
         return CandidateSelector(vocab, hidden, *sizes)
     if kind == "domino":
-        prefix = said.get("pure_draft_prefix_len", 0)
-        return Domino(vocab, table, said["gru_hidden_dim"], said["emb_dim"], prefix)
-    rank, named = said.get("markov_rank", 256 if nested else 0) or 0, said.get("markov_head_type", KINDS[0])
+        prefix = entries.get("pure_draft_prefix_len", 0)
+        return Domino(vocab, table, entries["gru_hidden_dim"], entries["emb_dim"], prefix)
+    rank, named = entries.get("markov_rank", 256 if nested else 0) or 0, entries.get("markov_head_type", KINDS[0])
     if rank and named not in KINDS:
         raise ValueError(f"drafter: markov_head_type of {folder} is {shorten(named)}, expected {', '.join(KINDS)}.")
-    has = said.get("enable_confidence_head", nested or bool(said.get("confidence_head_alpha")))
-    with_markov = said.get("confidence_head_with_markov", nested)
+    has = entries.get("enable_confidence_head", nested or bool(entries.get("confidence_head_alpha")))
+    with_markov = entries.get("confidence_head_with_markov", nested)
     if has and with_markov and not rank:
         raise ValueError(f"drafter: markov_rank of {folder} is 0, expected a positive one for its confidence head.")
     if not (rank or has):

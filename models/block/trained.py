@@ -195,7 +195,7 @@ class BlockDrafter(checkpoint.NetworkDrafter[PreTrainedModel], BlockModel):
         like = next(self.head.parameters())
         mask = additive(torch.cat([known_NC & seen_BC[:, None], own_NN], dim=2), like.dtype)[:, None]
         hidden_BNd = self.head.model(
-            noise_embeds=self._embedded(block_BAK.flatten(1)).to(like),
+            noise_embeds=self._embed_ids(block_BAK.flatten(1)).to(like),
             context_hidden_states=batch.features.to(like),
             attention_mask={"full_attention": mask},
             position_ids=torch.cat([place_BC, ahead_BN], dim=1),

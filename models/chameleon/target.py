@@ -139,9 +139,9 @@ class Chameleon(Family):
             plain = [*(ids[name] for name in self.style.unconditional), *header]
             others = negative or [None] * len(words)
             rows += [plain if row is None else [ids[BOS], *row, ids[TURN], *header] for row in others]
-        both, seen = left_padded(rows, 0, self.decoder.device)
+        both, mask = left_padded(rows, 0, self.decoder.device)
         embeds = self.model.get_input_embeddings()(both)
-        return EncodedPrompt(both[: len(words)], embeds, seen, positions_from_mask(seen, layout.positions), both)
+        return EncodedPrompt(both[: len(words)], embeds, mask, positions_from_mask(mask, layout.positions), both)
 
     def encode(self, pixels: Tensor) -> Tensor:
         vq = getattr(self.model.model, "vqmodel", None)

@@ -66,8 +66,8 @@ class ImageCodec:
     def encode(self, pixels: Tensor) -> Tensor:
         """Encode pixels (B, height, width, 3) in [-1, 1] to the nearest codes (B, T), int64."""
         latent = self.model.encode(pixels.permute(0, 3, 1, 2).to(self.model.dtype)).latents
-        near = torch.cdist(latent.float().permute(0, 2, 3, 1).flatten(1, 2), self.codebook.float()[None])
-        return near.argmin(-1)
+        distance = torch.cdist(latent.float().permute(0, 2, 3, 1).flatten(1, 2), self.codebook.float()[None])
+        return distance.argmin(-1)
 
 
 NOT_WEIGHTS = r"loss\.|quantize\.codebook_used$"  # training losses, and a histogram of used codes

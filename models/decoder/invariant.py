@@ -80,18 +80,18 @@ def prefill(target: HFDecoder, request: Request) -> tuple[State, Scores]:
     aux: dict[str, Any] = {"attention": real_BL if any(padded) else None}
     for name in ("positions", "embeddings", "raw", "states"):
         if name in scores[0].aux:
-            aux[name] = _joined([each.aux[name] for each in scores], -1 if name == "positions" else 1)
-    features = None if scores[0].features is None else _joined([each.features for each in scores], 1)
+            aux[name] = _concatenate([each.aux[name] for each in scores], -1 if name == "positions" else 1)
+    features = None if scores[0].features is None else _concatenate([each.features for each in scores], 1)
     logits = process(aux["raw"], trees.empty_draft(state.pending), state)
     return state, Scores(Categorical(logits), features, aux)
 
 
-def _joined(parts: Sequence[Any], along: int) -> Tensor:
+def _concatenate(parts: Sequence[Any], dim: int) -> Tensor:
     """Concatenate parts of one row each, padded in front of the prompt's dimension, along the dimension before it."""
-    longest = max(part.shape[along] for part in parts)
-    trailing = 0 if along == -1 else parts[0].dim() - 1 - along
-    padded = [F.pad(part, (*[0, 0] * trailing, longest - part.shape[along], 0)) for part in parts]
-    return torch.cat(padded, dim=along - 1)
+    longest = max(part.shape[dim] for part in parts)
+    trailing = 0 if dim == -1 else parts[0].dim() - 1 - dim
+    padded = [F.pad(part, (*[0, 0] * trailing, longest - part.shape[dim], 0)) for part in parts]
+    return torch.cat(padded, dim=dim - 1)
 
 
 def _row(target: HFDecoder, request: Request, row: int, padding: int) -> Request:

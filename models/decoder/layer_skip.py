@@ -95,12 +95,12 @@ class LayerSkip(Drafter):
 
     def propose(self, state: State, depth: int) -> Draft:
         with self._lock:
-            state.memory = chosen = max(self.choices, key=lambda choice: choice.worth)
+            state.memory = best = max(self.choices, key=lambda choice: choice.worth)
         target = state.target
         assert target is not None
         chain, token = Chain(state), state.pending
         for level in range(depth):
-            token = chain.add(target.partial(state, token, level, chosen.skip))
+            token = chain.add(target.partial(state, token, level, best.skip))
         state.calls["draft_pass"] += depth
         return chain.finish()
 
@@ -164,8 +164,8 @@ class LayerSubset:
         if self._tuples is None:
             self._tuples = self._gives_tuples(layers[0])
         new = copy.copy(self.decoder)
-        kept = [_SkippedLayer(layer, self._tuples) if n in skip else layer for n, layer in enumerate(layers)]
-        new._modules = {**self.decoder._modules, name: nn.ModuleList(kept)}
+        replaced = [_SkippedLayer(layer, self._tuples) if n in skip else layer for n, layer in enumerate(layers)]
+        new._modules = {**self.decoder._modules, name: nn.ModuleList(replaced)}
         view = replace_decoder(self.model, self.decoder, new)
         if view is None:
             raise ValueError(f"drafter: got {type(self.model).__name__}, expected a model whose layers can be skipped.")
@@ -180,14 +180,14 @@ class LayerSubset:
 
     def _gives_tuples(self, layer: nn.Module) -> bool:
         """Return whether layers return tuples, observed in a pass over one id."""
-        seen: list[bool] = []
+        is_tuple: list[bool] = []
         with HOOKING:
-            hook = layer.register_forward_hook(lambda module, args, output: seen.append(isinstance(output, tuple)))
+            hook = layer.register_forward_hook(lambda module, args, output: is_tuple.append(isinstance(output, tuple)))
             try:
                 self._run(self.model)
             finally:
                 hook.remove()
-        return seen[0]
+        return is_tuple[0]
 
     def _run(self, model: nn.Module) -> None:
         with HOOKING, restore_after(self.model):

@@ -34,7 +34,7 @@ from visspec.models.drafting.base import (
     accepted_nodes,
     next_tokens,
     prompt_first,
-    ranking,
+    ranking_logits,
     see_ancestors,
 )
 from visspec.models.drafting.static_tree import MOST_CHILDREN
@@ -94,8 +94,8 @@ class MultiToken(StructuredDrafter):
         try:
             return MtpModel.from_pretrained(target, device_map={"": target.device}).eval()
         except (OSError, RuntimeError) as error:
-            said = str(error).split("\n")[0].replace(". ", ", ").rstrip(".")
-            raise ValueError(f"drafter: no weights of such layers beside those of the model ({said}).") from error
+            reason = str(error).split("\n")[0].replace(". ", ", ").rstrip(".")
+            raise ValueError(f"drafter: no weights of such layers beside those of the model ({reason}).") from error
 
     def _take(self, heads: Any) -> None:
         kinds = getattr(heads.config, "layer_types", None) or ["full_attention"]
@@ -106,8 +106,8 @@ class MultiToken(StructuredDrafter):
         self.heads = copy.copy(heads)  # shares all weights, but takes masks unchanged
         self.heads.create_masks_for_mtp_layer = lambda *_, **__: {}  # transformers' masks are for one row
         self.repeats = getattr(heads, "repeats", False)
-        asked = self.asked or (len(self.paths[-1]) if self.paths else None)
-        self.count = (asked or LEVELS) if self.repeats else heads.num_mtp_layers
+        count = self.asked or (len(self.paths[-1]) if self.paths else None)
+        self.count = (count or LEVELS) if self.repeats else heads.num_mtp_layers
         if not self.repeats and self.asked not in (None, self.count):
             raise ValueError(f"levels: got {self.asked}, expected {self.count}, the layers of the checkpoint.")
         self.traits = DrafterTraits(self.count, LAST, embeddings=self.repeats, trees=self.width > 1, joins=True)
@@ -141,7 +141,7 @@ class MultiToken(StructuredDrafter):
     def _round(self, memory: _Heads, chain: Chain | None, levels: int) -> None:
         """Read what was accepted since the last round, through all layers, and draft. With chain None, only read."""
         read_BCd, hidden_BCd, counts = memory.pop_pending()
-        slots, width, before = memory.cache.slots, read_BCd.shape[1], memory.cache.slots.lengths
+        slots, width, lengths = memory.cache.slots, read_BCd.shape[1], memory.cache.slots.lengths
         last_B1 = to_device(counts, read_BCd.device)[:, None] - 1
         ahead_BTd, above_BCd = nn.functional.pad(read_BCd, (0, 0, 0, self.count)), hidden_BCd
         for level in range(levels):
@@ -153,11 +153,11 @@ class MultiToken(StructuredDrafter):
             token = chain.add(self.heads._project_to_logits(newest_B1d)[:, 0])
             next_B1d = self.heads.embed_tokens(token)[:, None].to(ahead_BTd)
             if self.repeats:
-                slots.lengths = [n + count + level for n, count in zip(before, counts)]
+                slots.lengths = [n + count + level for n, count in zip(lengths, counts)]
                 ahead_BTd, above_BCd, last_B1, width = next_B1d, newest_B1d, torch.zeros_like(last_B1), 1
             else:
                 ahead_BTd = ahead_BTd.scatter(1, (last_B1 + level + 1)[..., None].expand_as(next_B1d), next_B1d)
-        slots.lengths = before
+        slots.lengths = lengths
         again = int(chain is None) if self.repeats else max(self.count - 1, int(chain is None))
         memory.keep(read_BCd, hidden_BCd, counts, again)
 
@@ -174,7 +174,7 @@ class MultiToken(StructuredDrafter):
         seen_BWM: Tensor | None = None
         for level in range(depth):
             logits_BWV = self.heads._project_to_logits(above_BWd)
-            token_BW, parent_BW = tree_builder.grow(ranking(logits_BWV, state, level))
+            token_BW, parent_BW = tree_builder.grow(ranking_logits(logits_BWV, state, level))
             if level + 1 == depth:
                 break
             seen_BWM = see_ancestors(seen_BWM, parent_BW)
@@ -294,9 +294,11 @@ class _Heads(PendingInputs):
     def keep(self, ahead_BCd: Tensor, hidden_BCd: Tensor, counts: list[int], again: int) -> None:
         """Accept all but each row's last `again` elements, which are queued to be read once more."""
         slots = self.cache.slots
-        left = [min(again, count) for count in counts]
-        slots.lengths = [n + count - kept for n, count, kept in zip(slots.lengths, counts, left)]
+        overlaps = [min(again, count) for count in counts]
+        slots.lengths = [n + count - overlap for n, count, overlap in zip(slots.lengths, counts, overlaps)]
         if again:
-            first_B1 = to_device([count - kept for count, kept in zip(counts, left)], ahead_BCd.device)[:, None]
+            first_B1 = to_device([count - overlap for count, overlap in zip(counts, overlaps)], ahead_BCd.device)[
+                :, None
+            ]
             at_BA = (first_B1 + torch.arange(again, device=ahead_BCd.device)).clamp(max=ahead_BCd.shape[1] - 1)
-            self.pending_inputs = [(gather_rows(ahead_BCd, at_BA), gather_rows(hidden_BCd, at_BA), left)]
+            self.pending_inputs = [(gather_rows(ahead_BCd, at_BA), gather_rows(hidden_BCd, at_BA), overlaps)]

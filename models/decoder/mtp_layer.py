@@ -161,11 +161,11 @@ def _check_layer(model: PreTrainedModel) -> tuple[Path, dict[str, str], MtpLayer
     except (AttributeError, TypeError, LookupError) as error:
         raise ValueError(f"drafter: the decoder layer of {type(model).__name__} can't be built ({error}).") from error
     fused = _fuse_experts({ours: torch.empty(shapes[name], device="meta") for name, ours in own.items()})
-    check_shapes(layer, {name: tuple(t.shape) for name, t in fused.items()}, folder, _naming(own))
+    check_shapes(layer, {name: tuple(t.shape) for name, t in fused.items()}, folder, _file_names(own))
     return folder, own, layer
 
 
-def _naming(own: dict[str, str]) -> Callable[[str], str]:
+def _file_names(own: dict[str, str]) -> Callable[[str], str]:
     """Return a function from our tensor names to the file's."""
     theirs = {ours: name for name, ours in own.items()}
     return lambda name: theirs.get(name, f"mtp.{name}")
@@ -179,7 +179,7 @@ def load_layer(model: PreTrainedModel) -> MtpLayer:
     folder, own, layer = _check_layer(model)
     tensors = _fuse_experts({own[name]: tensor for name, tensor in read_tensors(folder, own.keys()).items()})
     layer = layer.to_empty(device=model.device).to(model.dtype)
-    load_strictly(layer, tensors, folder, _naming(own))
+    load_strictly(layer, tensors, folder, _file_names(own))
     return layer.eval().requires_grad_(False)
 
 

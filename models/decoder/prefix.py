@@ -156,15 +156,15 @@ class PrefixCache:
         nothing with a kept prompt or with an earlier such row.
         """
         with self._lock:
-            known = [_longest(key, self._kept) for key in keys]
-            used = {id(start[0]) for start in known if start is not None}
-            self._kept.sort(key=lambda p: id(p) in used)
+            starts = [_longest(key, self._kept) for key in keys]
+            hits = {id(start[0]) for start in starts if start is not None}
+            self._kept.sort(key=lambda p: id(p) in hits)
         shared: dict[int, int] = {}
         for b, key in enumerate(keys):
-            if known[b] is None:
+            if starts[b] is None:
                 row = next((f for f in shared if key.shared(keys[f])), b)
                 shared[row] = max(shared.get(row, 0), key.shared(keys[row]) if row != b else 0)
-        return known, {b: keys[b].cut(n) for b, n in shared.items()}
+        return starts, {b: keys[b].cut(n) for b, n in shared.items()}
 
     def put(
         self, keys: Sequence[PromptKey], rows: Sequence[int], state: State, scores: Scores, old: Sequence[Prefix] = ()
@@ -212,9 +212,9 @@ class PrefixCache:
             of_first = plan.first.prefix
             target.prefill(plan.first)
             prefixes = of_first.made
-        known = [start or _longest(key, prefixes) for start, key in zip(plan.known, plan.keys)]
-        starts = [start for start in known if start is not None]
-        if len(starts) < len(known):
+        all_starts = [start or _longest(key, prefixes) for start, key in zip(plan.known, plan.keys)]
+        starts = [start for start in all_starts if start is not None]
+        if len(starts) < len(all_starts):
             return None
         same = [np.array_equal(key.ids, p.key.ids) for key, (p, _) in zip(plan.keys, starts)]
         row = same.index(False) if False in same else 0
@@ -235,8 +235,8 @@ class PrefixCache:
         request.reused = [0 if b in plan.rows else n for b, (_, n) in enumerate(starts)]
         self.hits += len(starts) - len(plan.rows)
         users = Counter(id(p) for p, _ in starts)
-        grown = [b for b, (p, n) in enumerate(starts) if n == p.key.length and users[id(p)] == 1]  # a chat continues
-        self.put([plan.keys[b] for b in grown], grown, state, scores, [starts[b][0] for b in grown])
+        chats = [b for b, (p, n) in enumerate(starts) if n == p.key.length and users[id(p)] == 1]  # a chat continues
+        self.put([plan.keys[b] for b in chats], chats, state, scores, [starts[b][0] for b in chats])
         return state, scores
 
 
@@ -269,19 +269,25 @@ def resume(
     slots.fill([(p.stores, n) for p, n in starts], size)
     extent, tree = slots.open(size, device), _chain(size, device)
     column_BN = to_device([[width - c + min(n, c - 1) for n in range(size)] for c in counts], device)
-    first_BP = torch.stack([following(p.parts["positions"][n - 1]) for p, n in starts])
+    first_BP = torch.stack([next_position(p.parts["positions"][n - 1]) for p, n in starts])
     positions_BNP = first_BP[:, None] + tree.depth[0, :, None]
     attention = target.masks.whole(tree.ancestor, tree.depth, slots.lengths, None, extent)
     ends, heads = sorted({c - 1 for c in counts}), "logits_to_keep" in signature(target.model.forward).parameters
     more = {"logits_to_keep": to_device(ends, device)} if heads else {}  # run the head only where a row ends
     ids_BN = prompt.gather(1, column_BN)
-    output, seen = target.forward(target.model, cache, attention, ids_BN, positions_BNP[..., -1], recorded=True, **more)
+    output, record = target.forward(
+        target.model, cache, attention, ids_BN, positions_BNP[..., -1], recorded=True, **more
+    )
     at = [ends.index(c - 1) if heads else c - 1 for c in counts]
     raw_B1V = output.logits[to_device(rows, device), to_device(at, device)][:, None]
     cache.prompt = width
     slots.commit([list(range(c)) for c in counts])
-    read = {"positions": positions_BNP, "features": target.features(output, seen), "embeddings": seen["inputs_embeds"]}
-    aux: dict[str, Any] = {name: _joined(starts, name, read[name], counts, width) for name in starts[0][0].parts}
+    parts = {
+        "positions": positions_BNP,
+        "features": target.features(output, record),
+        "embeddings": record["inputs_embeds"],
+    }
+    aux: dict[str, Any] = {name: _concatenate(starts, name, parts[name], counts, width) for name in starts[0][0].parts}
     positions_BLP, features = aux["positions"], aux.pop("features", None)
     aux["positions"] = positions_BLP[..., 0] if positions_BLP.shape[2] == 1 else positions_BLP.permute(2, 0, 1)
     padding = [width - key.length for key in keys]
@@ -293,7 +299,7 @@ def resume(
     return state, Scores(Categorical(logits), features, aux | {"raw": raw_B1V})
 
 
-def _joined(starts: Sequence[Start], name: str, read_BNX: Tensor, counts: list[int], width: int) -> Tensor:
+def _concatenate(starts: Sequence[Start], name: str, read_BNX: Tensor, counts: list[int], width: int) -> Tensor:
     """Concatenate the kept part of each row's prompt and the part read after it, right-aligned: (B, L, X)."""
     joined_BLX = read_BNX.new_zeros(len(starts), width, read_BNX.shape[2])
     for row_LX, new_NX, count, (prefix, n) in zip(joined_BLX, read_BNX, counts, starts):
@@ -302,7 +308,7 @@ def _joined(starts: Sequence[Start], name: str, read_BNX: Tensor, counts: list[i
     return joined_BLX
 
 
-def following(position_P: Tensor) -> Tensor:
+def next_position(position_P: Tensor) -> Tensor:
     """Return the position of the next token: after an image, M-RoPE continues from the largest of its three rows."""
     return torch.cat([position_P[:-3], position_P[-3:].amax().expand(min(len(position_P), 3))]) + 1
 

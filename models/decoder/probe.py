@@ -126,13 +126,13 @@ def _as_alone(target: HFDecoder, draw: int = 0) -> bool:
     real_2L = torch.ones(2, ids_1L.shape[1], dtype=torch.long, device=target.device)
     real_2L[1, :2] = 0
 
-    def prompted(ids_RL: Tensor, real_RL: Tensor) -> Tensor:
+    def prefill(ids_RL: Tensor, real_RL: Tensor) -> Tensor:
         inputs = {"attention_mask": real_RL, "use_cache": True, "logits_to_keep": 1}
         return categorical(target.prefill(Request(inputs, ids_RL, max_new_tokens=1))[1].distribution).logits
 
     try:
         pairs = (
-            (prompted(ids_1L.repeat(2, 1), real_2L), [prompted(ids_1L[:, n:], real_2L[:1, n:]) for n in (0, 2)]),
+            (prefill(ids_1L.repeat(2, 1), real_2L), [prefill(ids_1L[:, n:], real_2L[:1, n:]) for n in (0, 2)]),
             (_padded_passes(target, once, draw), [_alone(target, row, once, draw) for row in range(2)]),
         )
     except (MemoryError, torch.OutOfMemoryError):
@@ -266,11 +266,11 @@ class _RandomSlots(SlotCache):
         rows, heads, _, size = value.shape
         self.keys = [key.new_zeros(*key.shape[:2], self._extent, key.shape[-1])]
         self.values = [value.new_zeros(rows, heads, self._extent, size)]
-        known = self.made_up[:, None, : self._extent].to(value)
-        for first in range(0, size, known.shape[-1]):
-            width = min(size - first, known.shape[-1])
-            self.values[0][:, :, : known.shape[2], first : first + width] = known[..., :width]
-        for n, (earlier_key, earlier_value) in enumerate(steps := self.steps.setdefault(layer, []), known.shape[2]):
+        filler = self.made_up[:, None, : self._extent].to(value)
+        for first in range(0, size, filler.shape[-1]):
+            width = min(size - first, filler.shape[-1])
+            self.values[0][:, :, : filler.shape[2], first : first + width] = filler[..., :width]
+        for n, (earlier_key, earlier_value) in enumerate(steps := self.steps.setdefault(layer, []), filler.shape[2]):
             self.keys[0][:, :, n], self.values[0][:, :, n] = earlier_key[:, :, 0], earlier_value[:, :, 0]
         steps.append((key, value))
         return super().write(0, key, value)
@@ -408,7 +408,7 @@ def _plain_continuation(
     target: HFDecoder, slots: _RandomSlots, widths: tuple[int, ...], real_RS: Tensor | None = None
 ) -> Tensor:
     """Return logits of the path as a plain continuation with transformers' own mask."""
-    rows, size, before = len(slots.lengths), sum(widths), slots.length
+    rows, size, prefix = len(slots.lengths), sum(widths), slots.length
     cache = _StockSlots(target.cached, slots, state_layers(target.model.config) if target.states else {})
     ids_RP = _tokens(target)[:, _shape(target)[1]].repeat(rows, -(-size // len(PATH)))[:, :size]
     position_RP = (SHORT + torch.arange(size, device=target.device)).repeat(rows, 1)
@@ -417,7 +417,7 @@ def _plain_continuation(
         slots.open(step, target.device)
         output = target.model(
             input_ids=ids_RP[:, first : first + step],
-            attention_mask=None if real_RS is None else real_RS[:, : before + first + step],
+            attention_mask=None if real_RS is None else real_RS[:, : prefix + first + step],
             position_ids=position_RP[:, first : first + step],
             use_cache=True,
             return_dict=True,
@@ -431,20 +431,20 @@ def _plain_continuation(
 @contextmanager
 def restore_after(model: nn.Module) -> Iterator[None]:
     """Run the model in inference mode and restore everything after: modes, buffers, hooks, random number generators."""
-    kept = [(module, dict(vars(module)), _dictionaries(module)) for module in model.modules()]
+    snapshots = [(module, dict(vars(module)), _dictionaries(module)) for module in model.modules()]
     inner = [(buffer, buffer.clone()) for module in rotary.modules(model) for buffer in module.buffers()]
     devices = [] if model.device.type != "cuda" else [model.device]
     try:
         with torch.inference_mode(), torch.random.fork_rng(devices):
-            if any(module.training for module, *_ in kept):
+            if any(module.training for module, *_ in snapshots):
                 model.eval()
             yield
     finally:
-        for module, attributes, dictionaries in kept:
-            for now, before in [(vars(module), attributes), *dictionaries]:
-                for name in now.keys() - before.keys():
+        for module, attributes, dictionaries in snapshots:
+            for now, old in [(vars(module), attributes), *dictionaries]:
+                for name in now.keys() - old.keys():
                     del now[name]
-                for name, value in before.items():
+                for name, value in old.items():
                     if now.get(name, now) is not value:  # skip unchanged entries: other threads may run the model
                         now[name] = value
         with torch.no_grad():
@@ -454,5 +454,5 @@ def restore_after(model: nn.Module) -> Iterator[None]:
 
 def _dictionaries(module: nn.Module) -> list[tuple[dict, dict]]:
     """Return a module's buffers and hooks with their contents: some models install hooks at their first pass."""
-    inside = [value for name, value in vars(module).items() if name == "_buffers" or name.startswith("_forward_")]
-    return [(value, dict(value)) for value in inside]
+    dictionaries = [value for name, value in vars(module).items() if name == "_buffers" or name.startswith("_forward_")]
+    return [(value, dict(value)) for value in dictionaries]

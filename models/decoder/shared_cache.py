@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from visspec import tree as trees
 from visspec.cache import additive, gather_rows
 from visspec.models.decoder.target import LAST, describe
-from visspec.models.drafting.base import Chain, ranking
+from visspec.models.drafting.base import Chain, ranking_logits
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 Read = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -65,30 +65,30 @@ class SharedCache(Drafter):
         state.memory = scores.features[:, -1]  # (B, d) of the token before the pending one
 
     def propose(self, state: State, depth: int) -> Draft:
-        read = self._reader(state)
+        reader = self._reader(state)
         if self.width > 1:
-            return self._tree(state, depth, read)
+            return self._tree(state, depth, reader)
         chain, token, hidden_B1d = Chain(state), state.pending, state.memory[:, None]
         for _ in range(depth):
-            logits_B1V, hidden_B1d = read(token[:, None], hidden_B1d)
+            logits_B1V, hidden_B1d = reader(token[:, None], hidden_B1d)
             token = chain.add(logits_B1V[:, 0])
         return chain.finish()
 
-    def _tree(self, state: State, depth: int, read: Read) -> Draft:
+    def _tree(self, state: State, depth: int, reader: Read) -> Draft:
         if state.noise is not None and state.noise.samples:
             raise ValueError("acceptance: got a rule that judges draws, expected point masses for an assistant's tree.")
         tree_builder = trees.TreeBuilder(state.pending, self.width)
         token_BW, hidden_BWd = state.pending[:, None], state.memory[:, None]
         for level in range(depth):
-            logits_BWV, hidden_BWd = read(token_BW, hidden_BWd)
-            token_BW, above_BW = tree_builder.grow(ranking(logits_BWV, state, level))
+            logits_BWV, hidden_BWd = reader(token_BW, hidden_BWd)
+            token_BW, above_BW = tree_builder.grow(ranking_logits(logits_BWV, state, level))
             hidden_BWd = gather_rows(hidden_BWd, above_BW)
         return tree_builder.finish(self.nodes)
 
     def _reader(self, state: State) -> Read:
         """Return a function that runs the assistant over nodes of this round: (tokens, hidden) to (logits, hidden)."""
         assert state.target is not None
-        stored, real_BS = state.target.stored(state, list(self.layers.values()))
+        stored, real_BS = state.target.keys_and_values(state, list(self.layers.values()))
         shared = dict(zip(self.layers, stored))
         position_B = state.position
 
@@ -117,8 +117,8 @@ class SharedCache(Drafter):
         slot = torch.arange(held_BS.shape[1], device=keys.device)
         last_B1 = torch.where(held_BS, slot, -1).amax(dim=1, keepdim=True)
         near_BS = held_BS & (slot >= last_B1 - self.window)
-        seen = {"full_attention": held_BS, "sliding_attention": near_BS}
-        return {kind: additive(of, dtype)[:, None, None].expand(-1, -1, width, -1) for kind, of in seen.items()}
+        visible = {"full_attention": held_BS, "sliding_attention": near_BS}
+        return {kind: additive(of, dtype)[:, None, None].expand(-1, -1, width, -1) for kind, of in visible.items()}
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         assert scores.features is not None

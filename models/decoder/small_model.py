@@ -46,6 +46,8 @@ class SmallModel(StructuredDrafter):
     def __init__(self, small: PreTrainedModel, model: PreTrainedModel, reads: int | None = READS):
         if reads is not None and reads < 1:
             raise ValueError(f"reads: got {reads}, expected at least 1 or None.")
+        if not hasattr(small, "prepare_inputs_for_generation"):
+            raise ValueError(f"drafter: {type(small).__name__} does not generate. Pass a causal language model.")
         self.target, self.reads = HFDecoder(small), reads
         if self.target.states:
             raise ValueError(f"drafter: got {type(small).__name__} with recurrent layers, expected attention.")
@@ -74,20 +76,20 @@ class SmallModel(StructuredDrafter):
         pixels = any(name.startswith("pixel") for name in request.media)
         if self.sees and not pixels and bool(self._is_content(request.prompt).any()):
             raise ValueError("drafter: got no pixels, expected a call through visspec.accelerate(...).generate.")
-        inputs = self._seeing(request) if self.sees else self._blind(request)
-        kept: dict[str, Any] = {}
+        inputs = self._media_inputs(request) if self.sees else self._blind(request)
+        memory: dict[str, Any] = {}
 
         def prefill(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
             model_kwargs.pop(CACHE, None)
             # no sampling arguments, so that distributions are not warped
             own = Request(inputs=model_kwargs, prompt=input_ids, max_new_tokens=request.max_new_tokens)
-            kept["state"] = self.target.prefill(own)[0]
+            memory["state"] = self.target.prefill(own)[0]
             return input_ids
 
         self.target.model.generate(**inputs, custom_generate=prefill, max_new_tokens=1)
-        state.memory = _SmallModelState(kept["state"], state)
+        state.memory = _SmallModelState(memory["state"], state)
 
-    def _seeing(self, request: Request) -> dict[str, Any]:
+    def _media_inputs(self, request: Request) -> dict[str, Any]:
         copies = request.copies
         return {
             **request.media,
@@ -182,7 +184,7 @@ class _SmallModelState:
 
     def commit(self, outcome: Outcome) -> None:
         """Keep accepted drafted tokens in the cache, drop the others, and queue the tokens to be processed."""
-        kept = [min(len(path) - 1, self.drafted) for path in outcome.path]
-        self.advance([h - self.drafted for h in kept])
-        self.unread = [unread + tokens[h:] for unread, tokens, h in zip(self.unread, outcome.tokens, kept)]
+        lengths = [min(len(path) - 1, self.drafted) for path in outcome.path]
+        self.advance([h - self.drafted for h in lengths])
+        self.unread = [unread + tokens[h:] for unread, tokens, h in zip(self.unread, outcome.tokens, lengths)]
         self.drafted = 0

@@ -45,7 +45,7 @@ from visspec.models.decoder.layer_skip import LayerSubset
 from visspec.models.layers import depth
 from visspec.models.runner.compiled import CompiledPasses, compiled_passes
 from visspec.models.runner.graphs import GraphedForward, graphed_forward
-from visspec.models.runner.widths import PassWidths, agreeing
+from visspec.models.runner.widths import PassWidths, in_parts
 from visspec.sampling import process, warp
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target
 
@@ -172,9 +172,9 @@ class HFDecoder(Target):
         arguments[self.cache_name] = cache
         arguments.update(self._outputs)
         turning = rotary.SteppedRope(self.rotary, new=request.max_new_tokens)
-        with DecoderRecorder(self.decoder, self.last_layer) as seen, turning:
+        with DecoderRecorder(self.decoder, self.last_layer) as record, turning:
             output = self.model(**arguments, return_dict=True)
-        positions = seen.get("position_ids")
+        positions = record.get("position_ids")
         if dropped and (positions is None or positions.dim() == 3):  # the next position is unknown
             raise ValueError(f"model: {type(self.model).__name__} counts positions itself, expected position_ids.")
         cache.check_written(self.model, self.cached)
@@ -191,13 +191,13 @@ class HFDecoder(Target):
         state = State(request, ids[:, -1], newest, cache, list(range(rows)), TokenBuffer(request, rows))
         aux = {"positions": positions, "attention": cache.slots.padding}
         if self.embeddings:
-            aux["embeddings"] = seen["inputs_embeds"]
+            aux["embeddings"] = record["inputs_embeds"]
         if request.keep_raw:
             aux["raw"] = output.logits[:, -1:]
-        if self.head_states and seen["last_hidden_state"] is not None:
-            aux["states"] = seen["last_hidden_state"][:, -1:]
+        if self.head_states and record["last_hidden_state"] is not None:
+            aux["states"] = record["last_hidden_state"][:, -1:]
         logits = process(output.logits[:, -1:], trees.empty_draft(state.pending), state)
-        scores = Scores(Categorical(logits), self.features(output, seen), aux)
+        scores = Scores(Categorical(logits), self.features(output, record), aux)
         if self.widths is not None:
             cache.slots.extents = self.widths.extent
         if plan is not None:
@@ -244,8 +244,8 @@ class HFDecoder(Target):
         """Run one pass over all nodes of all rows. Returns scores for (B, N)."""
         replayed = None
         if self.recorder is not None:
-            given = draft.value, state.position[:, None] + draft.tree.depth
-            replayed = self.recorder.run(state, draft.tree, given, self._whole, lambda: self._eager(state, draft)[0])
+            inputs = draft.value, state.position[:, None] + draft.tree.depth
+            replayed = self.recorder.run(state, draft.tree, inputs, self._whole, lambda: self._eager(state, draft)[0])
         logits, features, states = (*replayed, None) if replayed else self._eager(state, draft)
         assert logits is not None
         aux = {"raw": logits} if state.request.keep_raw else {}
@@ -276,11 +276,11 @@ class HFDecoder(Target):
             model = self.passes.choice(state, lambda model, dummy: self._pass(model, state, dummy)[0].logits)
         past, size = state.cache.past, draft.tree.size
         if past is None:
-            (output, seen), own_BN = self._pass(model, state, draft), None
+            (output, record), own_BN = self._pass(model, state, draft), None
         else:
-            (output, seen), own_BN = past.run(functools.partial(self._pass, model), state, draft, self.state_modules)
-        states = seen["last_hidden_state"] if self.head_states else None
-        outputs = [output.logits, self.features(output, seen), states]
+            (output, record), own_BN = past.run(functools.partial(self._pass, model), state, draft, self.state_modules)
+        states = record["last_hidden_state"] if self.head_states else None
+        outputs = [output.logits, self.features(output, record), states]
         if own_BN is not None:
             outputs = [None if x is None else gather_rows(x, own_BN) for x in outputs]
         logits, features, states = [None if x is None else x[:, :size] for x in outputs]
@@ -288,20 +288,20 @@ class HFDecoder(Target):
 
     def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
         slots: SlotCache = state.cache.slots
-        kept = slots.lengths, slots.mask
+        saved = slots.lengths, slots.mask
         try:
             slots.lengths, slots.mask = [n + level for n in slots.lengths], None
             ahead = replace(state, position=state.position + level)
             return self._pass(self.layer_subset(skip), ahead, trees.empty_draft(value))[0].logits[:, 0]
         finally:
-            slots.lengths, slots.mask = kept
+            slots.lengths, slots.mask = saved
 
-    def stored(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+    def keys_and_values(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
         slots, places = state.cache.slots, [state.cache.written[layer] for layer in layers]
-        kept = [(slots.keys[n][:, :, : slots.length], slots.values[n][:, :, : slots.length]) for n in places]
+        pairs = [(slots.keys[n][:, :, : slots.length], slots.values[n][:, :, : slots.length]) for n in places]
         if slots.uniform and slots.padding is None:
-            return kept, None
-        return kept, slots.held(self.device)
+            return pairs, None
+        return pairs, slots.committed_mask(self.device)
 
     def _pass(self, model: PreTrainedModel, state: State, draft: Draft) -> tuple[Any, dict[str, Any]]:
         """Run `model` on a draft. Returns its output, and the decoder's recorded inputs and outputs."""
@@ -316,7 +316,7 @@ class HFDecoder(Target):
         positions = state.position[:, None] + tree.depth.clamp(max=last)
         lag = state.cache.lag[:, None] + 1 if state.cache.moves else None
         moved = nullcontext() if lag is None else rotary.SteppedRope(self.rotary, positions + lag)
-        with agreeing(self.widths, ids.numel()), moved:
+        with in_parts(self.widths, ids.numel()), moved:
             return self.forward(model, state.cache, attention, ids, positions)
 
     def forward(
@@ -331,8 +331,8 @@ class HFDecoder(Target):
     ) -> tuple[Any, dict[str, Any]]:
         """Run `model`. Returns its output, and the decoder's recorded inputs and outputs."""
         recorded = recorded or self.watched or self.head_states or self.last_layer is not None
-        switched = draft_attention.switched(self.configs) if NAME in attention else nullcontext()
-        with DecoderRecorder(self.decoder, self.last_layer) if recorded else nullcontext({}) as seen, switched:
+        switched = draft_attention.switch_attention(self.configs) if NAME in attention else nullcontext()
+        with DecoderRecorder(self.decoder, self.last_layer) if recorded else nullcontext({}) as record, switched:
             output = model(
                 input_ids=ids,
                 position_ids=positions,
@@ -343,13 +343,13 @@ class HFDecoder(Target):
                 **self._outputs,
                 **more,
             )
-        return output, seen
+        return output, record
 
     def _whole(
         self, cache: SlotLayers, attention: AttentionInputs, ids: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        output, seen = self.forward(self.model, cache, attention, ids, positions)
-        return output.logits, self.features(output, seen)
+        output, record = self.forward(self.model, cache, attention, ids, positions)
+        return output.logits, self.features(output, record)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
         if state.cache.past is not None:
@@ -376,15 +376,15 @@ class HFDecoder(Target):
     def join(self, state: State, other: State, take: list[int]) -> None:
         state.cache.join(other.cache, take)
 
-    def features(self, output, seen: dict[str, Any]) -> Tensor | None:
+    def features(self, output, record: dict[str, Any]) -> Tensor | None:
         layers = self.capabilities.feature_layers
         if not layers:
             return None
         if self.watched:
-            return seen["last_hidden_state"]
+            return record["last_hidden_state"]
         states, before_norm = output.hidden_states, depth(self.model) + 1
-        chosen = [seen["before_norm"] if i == before_norm else states[i] for i in layers]
-        return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)
+        features = [record["before_norm"] if i == before_norm else states[i] for i in layers]
+        return features[0] if len(features) == 1 else torch.cat(features, dim=-1)
 
 
 def _last_position(positions: Tensor) -> Tensor:
@@ -504,7 +504,7 @@ def unwrap_adapter(model: Any) -> Any:
     return model.get_base_model()
 
 
-def driven(model: nn.Module) -> PreTrainedModel:
+def loop_model(model: nn.Module) -> PreTrainedModel:
     """Return the model that runs the decoding loop: the given one, the one inside a `PeftModel`, or the one that a
     custom `generate` calls.
 

@@ -132,10 +132,10 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
 
     def _draw(self, state: State, depth: int) -> tuple[Tensor, Categorical | None]:
         """Draw codes of the next places (B, D). For rules that judge draws, also return their distribution."""
-        known: DistilledMemory = state.memory
-        noise, pending, vocab = known.noise or state.noise, state.pending[:, None], self.config.vocab
+        own: DistilledMemory = state.memory
+        noise, pending, vocab = own.noise or state.noise, state.pending[:, None], self.config.vocab
         numbers_BDV = 0.0 if noise is None else noise.window(depth)[..., :vocab]
-        element_BD, memory, mask = context_elements(known, [len(state.tokens[row]) - 1 for row in state.rows], depth)
+        element_BD, memory, mask = context_elements(own, [len(state.tokens[row]) - 1 for row in state.rows], depth)
         own_BD = None
         if state.request.fixed is not None:
             own_BD = fixed_ids(state, torch.arange(1, depth + 1, device=pending.device)[None])
@@ -154,25 +154,25 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
             if number and value_BD.device.type == "cpu" and torch.equal(before_BD, value_BD):
                 break
             value_BD, kind_BD[:, 1:] = before_BD, GUESSED
-        return drawn_BD, None if known.noise is None else distribution
+        return drawn_BD, None if own.noise is None else distribution
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Store keys and values of the codes that the target has kept; later slots are masked and overwritten."""
-        known: DistilledMemory = state.memory
+        own: DistilledMemory = state.memory
         count = max(map(len, outcome.path))
         first = [len(state.tokens[row]) - len(committed) - 1 for row, committed in zip(state.rows, outcome.tokens)]
-        value_BN, (element_BN, memory, mask) = draft.value[:, :count], context_elements(known, first, count)
+        value_BN, (element_BN, memory, mask) = draft.value[:, :count], context_elements(own, first, count)
         _, fresh = self.head(self.table[value_BN], torch.full_like(value_BN, KNOWN), element_BN, memory, mask)
-        slot_BN = known.prompt.shape[1] + element_BN.clamp(max=self.config.positions - 1)
-        known.stored.scatter_(4, slot_BN[None, None, :, None, :, None].expand_as(fresh), fresh)
-        if known.noise is not None:
-            known.noise.advance([len(tokens) for tokens in outcome.tokens])
+        slot_BN = own.prompt.shape[1] + element_BN.clamp(max=self.config.positions - 1)
+        own.stored.scatter_(4, slot_BN[None, None, :, None, :, None].expand_as(fresh), fresh)
+        if own.noise is not None:
+            own.noise.advance([len(tokens) for tokens in outcome.tokens])
 
     def select(self, state: State, keep: list[int]) -> None:
-        known: DistilledMemory = state.memory
-        known.stored, known.prompt = known.stored[:, :, keep], known.prompt[keep]
-        if known.noise is not None:
-            known.noise.select(keep)
+        own: DistilledMemory = state.memory
+        own.stored, own.prompt = own.stored[:, :, keep], own.prompt[keep]
+        if own.noise is not None:
+            own.noise.select(keep)
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Return logits (..., V) at the temperature of the training data; grammar ids are never drafted."""
@@ -226,9 +226,9 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
         count, real_BP = value_BT.shape[1], batch.attention[rows]
         _, memory = self.head(*words(batch.embeddings[rows], real_BP, self.head))
         own_TT = torch.ones(count, count, dtype=torch.bool, device=value_BT.device).tril()
-        seen = real_BP[:, None].expand(-1, count, -1), own_TT.expand(len(value_BT), -1, -1)
+        masks = real_BP[:, None].expand(-1, count, -1), own_TT.expand(len(value_BT), -1, -1)
         element_BT = torch.arange(count, device=value_BT.device).expand_as(value_BT)
-        return self.head(self.table[value_BT], kind_BT, element_BT, memory, torch.cat(seen, dim=2))[0]
+        return self.head(self.table[value_BT], kind_BT, element_BT, memory, torch.cat(masks, dim=2))[0]
 
 
 def words(embeds_BPd: Tensor, real_BP: Tensor, head: DistilledHead) -> tuple[Tensor, ...]:
@@ -240,15 +240,15 @@ def words(embeds_BPd: Tensor, real_BP: Tensor, head: DistilledHead) -> tuple[Ten
     return embeds_BPd, torch.full_like(element, KNOWN), element, head.empty(rows), mask
 
 
-def context_elements(known: DistilledMemory, newest: list[int], depth: int) -> tuple[Tensor, Tensor, Tensor]:
+def context_elements(own: DistilledMemory, newest: list[int], depth: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return elements (B, D) from each row's newest code on, the memory up to the longest row, and the mask
     (B, D, S + D) of what elements see in it and of each other: everything before them.
     """
-    prompt, device = known.prompt.shape[1], known.prompt.device
+    prompt, device = own.prompt.shape[1], own.prompt.device
     newest_B1 = to_device(newest, device)[:, None]
-    reach = min(prompt + max(newest), known.stored.shape[4])  # grammar ids may follow the last row
-    memory_BS = torch.cat([known.prompt, torch.arange(reach - prompt, device=device) < newest_B1], dim=1)
+    reach = min(prompt + max(newest), own.stored.shape[4])  # grammar ids may follow the last row
+    memory_BS = torch.cat([own.prompt, torch.arange(reach - prompt, device=device) < newest_B1], dim=1)
     own_DD = torch.ones(depth, depth, dtype=torch.bool, device=device).tril()
     parts = memory_BS[:, None].expand(-1, depth, -1), own_DD.expand(len(memory_BS), -1, -1)
     element_BD = newest_B1 + torch.arange(depth, device=device)
-    return element_BD, known.stored[..., :reach, :], torch.cat(parts, dim=2)
+    return element_BD, own.stored[..., :reach, :], torch.cat(parts, dim=2)

@@ -155,7 +155,7 @@ class StructuredDrafter(Drafter):
         tree_builder, token_BW = self.tree_builder(state, logits_BKV.shape[1]), state.pending[:, None]
         for level in range(logits_BKV.shape[1]):
             logits_BWV = logits_BKV[:, level : level + 1] if below is None else below(level, token_BW)
-            token_BW, _ = tree_builder.grow(ranking(logits_BWV, state, level).expand(-1, token_BW.shape[1], -1))
+            token_BW, _ = tree_builder.grow(ranking_logits(logits_BWV, state, level).expand(-1, token_BW.shape[1], -1))
         return tree_builder.finish(self.structure(state).nodes)
 
     def levels(self, state: State, depth: int) -> int:
@@ -175,7 +175,7 @@ def see_ancestors(seen_BWM: Tensor | None, parent_BW: Tensor) -> Tensor:
     return own_BWW if seen_BWM is None else torch.cat([gather_rows(seen_BWM, parent_BW), own_BWW], dim=2)
 
 
-def ranking(logits_BWV: Tensor, state: State, level: int) -> Tensor:
+def ranking_logits(logits_BWV: Tensor, state: State, level: int) -> Tensor:
     """Return log-distributions (B, W, V) by which a tree ranks a level's children. With noise they are conditioned on
     the noise of their position.
     """
@@ -217,9 +217,9 @@ class PendingInputs:
         if all(min(c) == width for c, width in zip(parts, widths)):
             return token, feature, totals
         starts = [sum(widths[:i]) for i in range(len(widths))]
-        kept = [[s + j for s, c in zip(starts, parts) for j in range(c[b])] for b in range(token.shape[0])]
+        places = [[s + j for s, c in zip(starts, parts) for j in range(c[b])] for b in range(token.shape[0])]
         longest = max(totals)
-        index = to_device([k + [0] * (longest - len(k)) for k in kept], token.device)
+        index = to_device([k + [0] * (longest - len(k)) for k in places], token.device)
         rows = torch.arange(token.shape[0], device=token.device)[:, None]
         return token[rows, index], feature[rows, index], totals
 

@@ -59,10 +59,10 @@ class DrafterConfig:
     structure: dict[str, Any] = dataclasses.field(default_factory=dict, kw_only=True)
 
     def __post_init__(self):
-        known = isinstance(self.structure, dict) and self.structure.keys() <= {"width", "nodes", "tree"}
-        if not known or "." in str(self.structure.get("tree")):  # a file name would point outside the folder
-            shown = shorten(self.structure)
-            raise ValueError(f"structure: got {shown}, expected tree=chain, or a tree such as width=4,nodes=16.")
+        is_known = isinstance(self.structure, dict) and self.structure.keys() <= {"width", "nodes", "tree"}
+        if not is_known or "." in str(self.structure.get("tree")):  # a file name would point outside the folder
+            text = shorten(self.structure)
+            raise ValueError(f"structure: got {text}, expected tree=chain, or a tree such as width=4,nodes=16.")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, list):  # from JSON
@@ -128,8 +128,8 @@ class NetworkDrafter(Generic[TargetT]):
             target: The target.
             options: Fields of the configuration.
         """
-        known = {**cls.sizes(target), **cls.defaults(target, options)}
-        return cls.head_class.config_class(**{**known, **options})
+        fields = {**cls.sizes(target), **cls.defaults(target, options)}
+        return cls.head_class.config_class(**{**fields, **options})
 
     @classmethod
     def check_target(cls, config: object, target: TargetT) -> None:
@@ -268,9 +268,9 @@ def write_provenance(folder: str | Path, record: dict[str, Any]) -> None:
     (Path(folder) / PROVENANCE).write_text(json.dumps(record, indent=2, default=str) + "\n")
 
 
-def check_target(config: object, **found: object) -> None:
-    """Raise ValueError if the drafter was made for another target: `found` are fields of the configuration."""
-    for key, value in found.items():
+def check_target(config: object, **fields: object) -> None:
+    """Raise ValueError if the drafter was made for another target: `fields` are fields of the configuration."""
+    for key, value in fields.items():
         if (expected := getattr(config, key)) != value:
             name = NAMES.get(key, key)
             raise ValueError(f"drafter: made for a target of {name} {shorten(expected)}, got a model of {value!r}.")

@@ -69,17 +69,17 @@ def spread(counts: tuple[int, ...]) -> Paths:
     """Build a shape from node counts per depth. Children are assigned to the most likely (parent, rank), assuming that
     every rank is SHARE times as likely as the one before.
     """
-    above: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
+    level: list[tuple[tuple[int, ...], float]] = [((), 1.0)]
     nodes: list[tuple[int, ...]] = []
     for count in counts:
         offers = [
             (-chance * SHARE**rank, place, rank)
-            for place, (_, chance) in enumerate(above)
+            for place, (_, chance) in enumerate(level)
             for rank in range(MOST_CHILDREN)
         ]
-        chosen = sorted((place, rank, -worth) for worth, place, rank in sorted(offers)[:count])
-        above = [((*above[place][0], rank), worth) for place, rank, worth in chosen]
-        nodes += [path for path, _ in above]
+        best = sorted((place, rank, -worth) for worth, place, rank in sorted(offers)[:count])
+        level = [((*level[place][0], rank), worth) for place, rank, worth in best]
+        nodes += [path for path, _ in level]
     return tuple(nodes)
 
 
@@ -94,16 +94,16 @@ def plan(shape: tuple[int, ...] | Paths, device: str) -> tuple[Tree, list[TreeLe
     tree = trees.static((-1, *(place[path[:-1]] for path in paths)), device)
     opened = {path[:-1] for path in paths}
     levels: list[TreeLevel] = []
-    above: list[tuple[int, ...]] = [()]
+    level_above: list[tuple[int, ...]] = [()]
     for depth in range(1, len(paths[-1]) + 1):
         level_paths = [path for path in paths if len(path) == depth]
-        spot = {path: i for i, path in enumerate(path for path in above if path in opened)}
+        spot = {path: i for i, path in enumerate(path for path in level_above if path in opened)}
         inner = [i for i, path in enumerate(level_paths) if path in opened]
         parent, rank = [spot[path[:-1]] for path in level_paths], [path[-1] for path in level_paths]
         numbers = (torch.tensor(x, dtype=torch.long, device=device) for x in (parent, rank, inner))
         of_parent, of_rank, of_open = numbers
         levels.append(TreeLevel(of_parent, of_rank, max(rank) + 1, of_open))
-        above = level_paths
+        level_above = level_paths
     return tree, levels
 
 

@@ -75,8 +75,8 @@ class EagleConfig(DrafterConfig):
         check_whole("levels", self.levels, 1, MAX_NODES - 1)
         check_whole("block", self.block, 1, MAX_NODES - 1)
         check_whole("ahead", self.ahead, 0, 1)
-        for name, known in CHOICES.items():
-            check_choice(name, getattr(self, name), known)
+        for name, choices in CHOICES.items():
+            check_choice(name, getattr(self, name), choices)
         self.check_layers(-self.target_layers - 1, self.target_layers + 1)
         self._check_ignored()
 

@@ -68,8 +68,8 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
 
     @classmethod
     def sizes(cls, target: PreTrainedModel) -> dict[str, Any]:
-        known = text_sizes(target)
-        return known | {"target_hidden": known.pop("hidden")}
+        sizes = text_sizes(target)
+        return sizes | {"target_hidden": sizes.pop("hidden")}
 
     @classmethod
     def defaults(cls, target: PreTrainedModel, options: dict[str, Any]) -> dict[str, Any]:
@@ -246,13 +246,13 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         known_BLd = embeddings_BLd[:, 1:]
         return torch.cat([known_BLd, stored_rows(self.embed, ids[:, known_BLd.shape[1] :]).to(known_BLd)], dim=1)
 
-    def _following(self, batch: TrainingBatch) -> Tensor:
+    def _batch_embeddings(self, batch: TrainingBatch) -> Tensor:
         return self._shifted_embeddings(batch.ids[:, 1:], batch.embeddings)
 
     def trained_logits(self, states: Tensor, tokens: Tensor) -> Tensor:
         """Return logits (..., V) over `ids` of predicted features (..., d), with the weights being trained."""
-        read = self.head.decodable(states)
-        return self.head.lm_head(read) if self.config.draft_vocab else head_logits(self.lm_head, read, self.dtype)
+        inputs = self.head.decodable(states)
+        return self.head.lm_head(inputs) if self.config.draft_vocab else head_logits(self.lm_head, inputs, self.dtype)
 
 
 def scaled_section(rope: dict[str, Any], half: int) -> tuple[int, ...]:

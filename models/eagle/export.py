@@ -45,10 +45,10 @@ def check_form(config: EagleConfig, form: str) -> None:
     """Raise ValueError if a published form cannot represent a configuration."""
     check_choice("form", form, FORMS)
     fusion = "sum" if form == "eagle" else "split"
-    seen = ("slots", "embeddings", "none", "latents") if form == "eagle" else ("slots", "placeholders", "none")
-    for name, value, known in (
+    images = ("slots", "embeddings", "none", "latents") if form == "eagle" else ("slots", "placeholders", "none")
+    for name, value, allowed in (
         ("fusion", config.fusion, (fusion,)),
-        ("images", config.images, seen),
+        ("images", config.images, images),
         ("positions", config.positions, ("index" if form == "eagle" else "target",)),
         ("fc_bias", config.fc_bias, (True, False) if form == "eagle" else (False,)),
         ("qkv_bias", config.qkv_bias, (True, False) if form == "eagle" else (False,)),
@@ -61,8 +61,8 @@ def check_form(config: EagleConfig, form: str) -> None:
         ("norm_embedding", config.norm_embedding, (False,)),
         ("ahead", config.ahead, (1,)),
     ):
-        if value not in known:
-            expected = ", ".join(map(str, known))
+        if value not in allowed:
+            expected = ", ".join(map(str, allowed))
             raise ValueError(f"form: got a drafter with {name} {value} for {form!r}, expected {expected}.")
     if form == "eagle3" and any(not 0 < i < config.target_layers for i in config.feature_layers):
         raise ValueError(f"form: got feature_layers {config.feature_layers}, expected 1..{config.target_layers - 1}.")
@@ -98,8 +98,8 @@ def head_config(config: EagleConfig, model: PreTrainedModel, form: str, verifier
     if config.target_hidden != config.hidden:
         own["target_hidden_size"] = config.target_hidden
     if form == "eagle3":
-        before = config.feature_layers[0] < 3  # layer outputs: readers take ids that begin with 0 or 1 as such
-        states = {IDS: [i - before for i in config.feature_layers], "use_aux_hidden_state": True}
+        shift = config.feature_layers[0] < 3  # layer outputs: readers take ids that begin with 0 or 1 as such
+        states = {IDS: [i - shift for i in config.feature_layers], "use_aux_hidden_state": True}
         return {
             "architectures": ["LlamaForCausalLMEagle3"],
             **layer,

@@ -26,7 +26,7 @@ from visspec.models.drafting.base import (
     StructuredDrafter,
     accepted_nodes,
     next_tokens,
-    ranking,
+    ranking_logits,
     see_ancestors,
 )
 from visspec.models.drafting.checkpoint import TargetT
@@ -52,7 +52,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     _plan: Callable[..., layouts.PromptLayout]  # (ids (B, L), attention (B, L) or None): the elements of prompts
     # (layout, embeddings (B, L, d), features (B, L, F)): latents and context vectors for `layouts.layer_inputs`
     _context: Callable[..., tuple[Tensor, Tensor]]
-    _following: Callable[[TrainingBatch], Tensor]  # embeddings of all tokens but the first, (B, L + M - 1, d)
+    _batch_embeddings: Callable[[TrainingBatch], Tensor]  # embeddings of all tokens but the first, (B, L + M - 1, d)
 
     head: EagleHead
     config: EagleConfig
@@ -195,7 +195,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         chain = self.chain(state, whole)
         rope_BTC, bias_BTd = memory.rope(memory.table, max(depth - 1, 1)), memory.context_bias(max(depth - 1, 1))
         for level in range(depth):
-            token_B = chain.add(self._logits(self._mixed(feature_Bd, state)))
+            token_B = chain.add(self._logits(self._mix_features(feature_Bd, state)))
             if level + 1 < depth:
                 entered_B = self._each(self._level_inputs(token_B, state, level), memory)
                 bias_B1d = bias_BTd if bias_BTd is None or bias_BTd.shape[1] == 1 else bias_BTd[:, level : level + 1]
@@ -230,7 +230,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         """Repeat a per-request tensor (B, ...) for every row of the memory."""
         return x
 
-    def _mixed(self, feature: Tensor, state: State) -> Tensor:
+    def _mix_features(self, feature: Tensor, state: State) -> Tensor:
         """Combine the predicted features of the memory's rows into what the LM head reads, (B, ...)."""
         return feature
 
@@ -256,19 +256,19 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
 
     def _tree(self, state: State, memory: FeatureMemory, feature_Bd: Tensor, depth: int) -> Draft:
         tree_builder, rows = self.tree_builder(state, depth), feature_Bd.shape[0]
-        feature_BWd, seen = feature_Bd[:, None], None
+        feature_BWd, ancestors = feature_Bd[:, None], None
         for level in range(depth):
-            logits_BWV = self._logits(self._mixed(feature_BWd, state))
-            token_BW, parent_BW = tree_builder.grow(ranking(logits_BWV, state, level))
+            logits_BWV = self._logits(self._mix_features(feature_BWd, state))
+            token_BW, parent_BW = tree_builder.grow(ranking_logits(logits_BWV, state, level))
             if level + 1 == depth:
                 break
             width, parent_BW = token_BW.shape[1], self._each(parent_BW, memory)
             carried = gather_rows(feature_BWd, parent_BW.to(feature_BWd.device))
             entered_BW = self._each(self._level_inputs(token_BW, state, level), memory)
             bias, rope = memory.context_bias(1, level), memory.rope(memory.table, 1, level)
-            seen = see_ancestors(seen, parent_BW.to(carried.device))
-            x_Nd, query_BWHE = self.layer.read(memory, entered_BW, carried, bias, rope, seen.shape[2] - width)
-            attend = partial(memory.attend_tree, seen_BWM=seen)
+            ancestors = see_ancestors(ancestors, parent_BW.to(carried.device))
+            x_Nd, query_BWHE = self.layer.read(memory, entered_BW, carried, bias, rope, ancestors.shape[2] - width)
+            attend = partial(memory.attend_tree, seen_BWM=ancestors)
             feature_BWd = self.layer.after_attention(x_Nd, query_BWHE.flatten(0, 1), attend).view(rows, width, -1)
         return tree_builder.finish(self.structure(state).nodes)
 
@@ -289,10 +289,10 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     def _again(self, memory: FeatureMemory, token_BT: Tensor, feature_BKd: Tensor) -> Tensor:
         """Read the last K drafted ids, stored after the earlier ones, and predict the next feature (B, d)."""
         rows, width = feature_BKd.shape[:2]
-        done = token_BT.shape[1] - width
-        bias, rope = memory.context_bias(width), memory.rope(memory.table, width, done)
-        x_Nd, query_BKHE = self.layer.read(memory, token_BT[:, done:], feature_BKd, bias, rope, done)
-        attend = partial(memory.attend, drafted=done + width)
+        start = token_BT.shape[1] - width
+        bias, rope = memory.context_bias(width), memory.rope(memory.table, width, start)
+        x_Nd, query_BKHE = self.layer.read(memory, token_BT[:, start:], feature_BKd, bias, rope, start)
+        attend = partial(memory.attend, drafted=start + width)
         return self.layer.after_attention(x_Nd.view(rows, width, -1)[:, -1], query_BKHE[:, -1], attend)
 
     def _training_layout(self, batch: TrainingBatch) -> layouts.PromptLayout:
@@ -312,7 +312,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         of a row's answer predicts the distribution after answer token t.
         """
         ids, features = batch.ids, batch.features
-        layout, following = self._training_layout(batch), self._following(batch)
+        layout, following = self._training_layout(batch), self._batch_embeddings(batch)
         embeddings = batch.embeddings if batch.embeddings is not None else features[..., : self.config.hidden]
         arguments = layout, following, features, embeddings, self._training_positions(batch)
         x, turn, context = self.elements(*arguments, reach=batch.reach)

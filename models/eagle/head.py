@@ -92,10 +92,10 @@ class EagleAttention(nn.Module):
     def __init__(self, config: EagleConfig):
         super().__init__()
         d, size = config.hidden, config.head_size
-        read = 2 * d if config.fusion == "split" else d
-        self.q_proj = nn.Linear(read, config.heads * size, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(read, config.kv_heads * size, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(read, config.kv_heads * size, bias=config.qkv_bias)
+        inputs = 2 * d if config.fusion == "split" else d
+        self.q_proj = nn.Linear(inputs, config.heads * size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(inputs, config.kv_heads * size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(inputs, config.kv_heads * size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.heads * size, d, bias=False)
         for name, count in (("q_norm", config.heads), ("k_norm", config.kv_heads)):
             if config.qk_norm:
@@ -279,9 +279,9 @@ class EagleHead(nn.Module):
 
     def project_qkv(self, x_BTX: Tensor, turn_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return rotated queries (B, T, H, E), rotated keys and values (B, T, K, E), then cross-attention's, if any."""
-        attention, size, read = self.layer.self_attn, self.config.head_size, self.attention_inputs(x_BTX)
+        attention, size, inputs = self.layer.self_attn, self.config.head_size, self.attention_inputs(x_BTX)
         query, key, value = (
-            f(read).unflatten(-1, (-1, size)) for f in (attention.q_proj, attention.k_proj, attention.v_proj)
+            f(inputs).unflatten(-1, (-1, size)) for f in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         if self.config.qk_norm or self.config.qk_layer_norm:
             query, key = attention.q_norm(query), attention.k_norm(key)

@@ -142,10 +142,10 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
 
     @classmethod
     def defaults(cls, target: Family, options: dict[str, Any]) -> dict[str, Any]:
-        known, hidden = super().defaults(target, options), target.decoder.config.hidden_size
-        heads = options.get("heads", known["heads"])
+        fields, hidden = super().defaults(target, options), target.decoder.config.hidden_size
+        heads = options.get("heads", fields["heads"])
         sizes = {"target_hidden": hidden, "kv_heads": heads, "head_size": hidden // heads}
-        return known | sizes | {"guided": target.guided, "levels": 5}
+        return fields | sizes | {"guided": target.guided, "levels": 5}
 
     def start(self, state: State, scores: Scores) -> None:
         """Read the prompt: compute keys and values of all elements but the last, which needs the pending token."""
@@ -161,8 +161,8 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         positions = torch.arange(length, device=embeds.device)[None]
         x, turn, places = self.elements(layout, embeds[:, 1:], features, embeds, positions)
         memory = ImageMemory(self.config.key_heads, [p - 1 for p in state.position.tolist()])
-        before, after = places[:1].expand(length - 1, -1), places[-1:].expand(len(places), -1)
-        memory.places = torch.cat([before, places[1:], after]).to(self.dtype)
+        first, last = places[:1].expand(length - 1, -1), places[-1:].expand(len(places), -1)
+        memory.places = torch.cat([first, places[1:], last]).to(self.dtype)
         self._begin(state, scores, memory)
         self._read_prompt(state, memory, layout.lengths, [(x, turn)], features[:, -1:])
 
@@ -244,7 +244,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         place = (layout.token - batch.prompt_length + 2).clamp(0, self.config.places - 1)  # grammar ids may come after
         return dataclasses.replace(layout, image=place)
 
-    def _following(self, batch: TrainingBatch) -> Tensor:
+    def _batch_embeddings(self, batch: TrainingBatch) -> Tensor:
         assert batch.embeddings is not None
         answer = self.embed(batch.ids[:, batch.prompt_length :])
         return torch.cat([batch.embeddings[:, 1:].detach().to(answer.dtype), answer], dim=1)

@@ -58,10 +58,10 @@ class LanternDrafter(ImageFeatureDrafter):
 
     @classmethod
     def sizes(cls, target: Family) -> dict[str, Any]:
-        known = super().sizes(target)
-        codes, hidden = known.pop("codes"), known["hidden"]
+        sizes = super().sizes(target)
+        codes, hidden = sizes.pop("codes"), sizes["hidden"]
         vocab = codes if target.vocabulary is None else target.decoder.config.vocab_size
-        return known | {"vocab": vocab, "target_hidden": hidden}
+        return sizes | {"vocab": vocab, "target_hidden": hidden}
 
     @classmethod
     def from_pretrained(cls, folder: str | Path, target: nn.Module | Family, **options: Any) -> Self:
@@ -106,7 +106,7 @@ class LanternDrafter(ImageFeatureDrafter):
     def _each(self, x: Tensor, memory: ImageMemory) -> Tensor:  # type: ignore[override]
         return memory.each(x)
 
-    def _mixed(self, feature: Tensor, state: State) -> Tensor:
+    def _mix_features(self, feature: Tensor, state: State) -> Tensor:
         """Mix the two states under guidance. The head has no bias, so this mixes their logits, too."""
         if state.memory.parts == 1:
             return feature

@@ -88,9 +88,9 @@ class FeatureMemory(PendingInputs):
 
     def _enlarge(self, rows: int, room: int) -> None:
         """Copy everything to a larger store and continue there."""
-        grown = self.kv.new_zeros(rows, room, *self.kv.shape[2:])
-        grown[: len(self.kv), : self.end] = self.kv[:, : self.end]
-        self.move_storage(grown, 0)
+        new = self.kv.new_zeros(rows, room, *self.kv.shape[2:])
+        new[: len(self.kv), : self.end] = self.kv[:, : self.end]
+        self.move_storage(new, 0)
 
     def add(self, token_BT: Tensor, feature_BTF: Tensor, counts: list[int]) -> None:
         """Queue elements for later processing: counts[b] in row b, padded on the right."""
@@ -134,9 +134,9 @@ class FeatureMemory(PendingInputs):
         if not self.even:
             slot = torch.arange(extent, device=query_BHE.device)
             mask = (slot < (self._length_B + drafted)[:, None])[:, None, None]
-        return self._attended(query_BHE[:, :, None], part, extent, mask).reshape(query_BHE.shape[0], -1)
+        return self._attention(query_BHE[:, :, None], part, extent, mask).reshape(query_BHE.shape[0], -1)
 
-    def _attended(self, query_BHWE: Tensor, part: int | None, extent: int, mask: Tensor | None) -> Tensor:
+    def _attention(self, query_BHWE: Tensor, part: int | None, extent: int, mask: Tensor | None) -> Tensor:
         keys, values = self._keys[:, :, :extent], self._values[:, :, :extent]
         if part is not None:
             keys, values = keys.chunk(2, dim=1)[part], values.chunk(2, dim=1)[part]
@@ -156,7 +156,7 @@ class FeatureMemory(PendingInputs):
         else:
             mask = visibility(seen_BWM, self._length_B, None, extent)
         query_BHWE = query_NHE.unflatten(0, (rows, width)).transpose(1, 2)
-        return self._attended(query_BHWE, part, extent, mask[:, None]).transpose(1, 2).reshape(rows * width, -1)
+        return self._attention(query_BHWE, part, extent, mask[:, None]).transpose(1, 2).reshape(rows * width, -1)
 
     def select(self, keep: list[int]) -> None:
         spare = self.spare + len(self.lengths) - len(keep)
@@ -259,12 +259,12 @@ class DraftLayer(nn.Module):
 
     def logits(self, feature: Tensor) -> Tensor:
         """Return logits (..., V) of features (..., d)."""
-        read = self.head.decodable(feature)
+        inputs = self.head.decodable(feature)
         if self.own_head:
-            return over_vocabulary(self.lm_head(read), self.ids, self.vocab)
-        return head_logits(self.lm_head, read, self.dtype)
+            return over_vocabulary(self.lm_head(inputs), self.ids, self.vocab)
+        return head_logits(self.lm_head, inputs, self.dtype)
 
-    def packed(self) -> bool:
+    def is_quantized(self) -> bool:
         """Return whether the head has quantized weights, which only the head itself can read."""
         weights = [*self.lm_head.parameters()]
         return not weights or not all(weight.is_floating_point() for weight in weights)
@@ -302,22 +302,22 @@ class FoldedLayer(DraftLayer):
         if self.latents:
             bias = bias + for_feature @ head.img_fc.bias.float()
             for_feature = for_feature @ head.img_fc.weight[:, :d].float()
-        self.embed_in, self.bias = self._stored(for_embed.T), self._stored(bias)
-        self.feature_in = self._stored(for_feature.T)  # (d, d), applied to a (reduced) feature
+        self.embed_in, self.bias = self._weight_copy(for_embed.T), self._weight_copy(bias)
+        self.feature_in = self._weight_copy(for_feature.T)  # (d, d), applied to a (reduced) feature
         halves = torch.cat([attention.q_proj.weight, attention.k_proj.weight]).unflatten(0, (-1, 2, size // 2))
         qkv = torch.cat([halves.transpose(1, 2).flatten(0, 2), attention.v_proj.weight])
-        self.qkv = self._stored((qkv * layer.input_layernorm.weight * root).T)
-        self.out = self._stored(attention.o_proj.weight.T)
+        self.qkv = self._weight_copy((qkv * layer.input_layernorm.weight * root).T)
+        self.out = self._weight_copy(attention.o_proj.weight.T)
         gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-        self.gate_up = self._stored((gate_up * layer.post_attention_layernorm.weight * root).T)
-        self.down = self._stored(mlp.down_proj.weight.T)
-        self.norm_out = self._stored(head.norm.weight * root)
+        self.gate_up = self._weight_copy((gate_up * layer.post_attention_layernorm.weight * root).T)
+        self.down = self._weight_copy(mlp.down_proj.weight.T)
+        self.norm_out = self._weight_copy(head.norm.weight * root)
         self.table = None
         if embed.weight.numel() <= FOLD_LIMIT:
             rows_Vd = embed(torch.arange(embed.weight.shape[0], device=embed.weight.device))
-            self.table = self._stored(unit(rows_Vd.float()) @ for_embed.T + bias)
+            self.table = self._weight_copy(unit(rows_Vd.float()) @ for_embed.T + bias)
 
-    def _stored(self, weight: Tensor) -> Tensor:
+    def _weight_copy(self, weight: Tensor) -> Tensor:
         return weight.detach().to(self.dtype).contiguous()
 
     def join(self, token: Tensor, feature: Tensor, context_bias: Tensor | None) -> Tensor:

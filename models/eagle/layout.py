@@ -90,23 +90,23 @@ def read(
             override an EAGLE-3 head's configuration: whether it reads its own normed states, and which hidden states of
             the target it reads ("2-14-29").
     """
-    used = [pair for pair in PREFIXES if any(name.startswith(pair[0]) for name in shapes)]
-    inverse = [(ours, theirs) for theirs, ours in used]
+    prefixes = [pair for pair in PREFIXES if any(name.startswith(pair[0]) for name in shapes)]
+    inverse = [(ours, theirs) for theirs, ours in prefixes]
     missing = _padding(data, model)
     if missing:
         data = {**data, "vocab_size": vocabulary(model)}
         shapes = {n: (s[0] + missing, *s[1:]) if n == EMBEDDING else s for n, s in shapes.items()}
 
     def tensors() -> dict[str, Tensor]:
-        found = read_stripped(folder)
-        if missing and EMBEDDING in found:
+        loaded = read_stripped(folder)
+        if missing and EMBEDDING in loaded:
             rows = cast(Tensor, model.get_input_embeddings().weight)[config.vocab - missing : config.vocab].detach()
-            found[EMBEDDING] = torch.cat([found[EMBEDDING], rows.to(found[EMBEDDING])])
-        return found
+            loaded[EMBEDDING] = torch.cat([loaded[EMBEDDING], rows.to(loaded[EMBEDDING])])
+        return loaded
 
     with sentence_of(folder), torch.device("meta"):
         data = _normed(folder, form, data, norm_output)
-        own_shapes = {_renamed(name, used): shape for name, shape in shapes.items()}
+        own_shapes = {_renamed(name, prefixes): shape for name, shape in shapes.items()}
         config = config_of(folder, form, data, own_shapes, model, images, layers)
         EagleDrafter.check_target(config, model)
         head = EagleHead(config)
@@ -127,14 +127,14 @@ def _renamed(name: str, pairs: Iterable[tuple[str, str]]) -> str:
     return next((new + name.removeprefix(old) for old, new in pairs if name.startswith(old)), name)
 
 
-def _normed(folder: Path, form: str, data: dict, asked: bool | None) -> dict:
+def _normed(folder: Path, form: str, data: dict, option: bool | None) -> dict:
     """Apply the option `norm_output` to the configuration. SpecForge wrote true for heads that it trained on states
     without the norm (until its pull request 879); EAGLE 3.1, and engines that serve it, mean normed ones.
     """
-    if asked is not None:
-        if not isinstance(asked, bool) or form == "eagle":
-            raise ValueError(f"norm_output: got {shorten(asked)}, expected true or false for an EAGLE-3 head.")
-        return {**data, "norm_output": asked}
+    if option is not None:
+        if not isinstance(option, bool) or form == "eagle":
+            raise ValueError(f"norm_output: got {shorten(option)}, expected true or false for an EAGLE-3 head.")
+        return {**data, "norm_output": option}
     if form == "eagle3" and data.get("norm_output") and _architecture(data) not in AUTOMODEL:
         warnings.warn(
             f"drafter: norm_output of {folder} is true, so its states are normed as in EAGLE 3.1. If SpecForge trained"
@@ -179,11 +179,11 @@ def config_of(
         if layers is not None:
             raise ValueError(f"layers: got {shorten(layers)}, expected none: the head reads the target's last state.")
         latents = shapes["imadpt.q"][0] - 1 if "imadpt.q" in shapes else 0
-        seen = _images(folder, "latents" if latents else None, images, bool(common["image_ids"]))
+        image_form = _images(folder, "latents" if latents else None, images, bool(common["image_ids"]))
         return EagleConfig(
             **common | SLOTS,
             fusion="sum",
-            images=seen,
+            images=image_form,
             image_latents=latents,
             norm_input=f"{LAYER}input_layernorm.weight" in shapes,
             norm_output=_architecture(data) in AUTOMODEL,
@@ -262,24 +262,24 @@ def stated_layers(form: str, data: dict, layers: int) -> tuple[Any, str]:
     return layer_ids, "boundary" if layers in list_of(layer_ids) else "inputs"
 
 
-def _states(folder: Path, form: str, data: dict, depth: int, asked: Layers | None) -> tuple[int, ...]:
+def _states(folder: Path, form: str, data: dict, depth: int, option: Layers | None) -> tuple[int, ...]:
     """Return the hidden states that an EAGLE-3 head reads: those requested, else those stated at the top level or in
     `dflash_config` or `eagle_config`, else (none, or [] as ModelOpt writes) those before layers 2, n / 2 and n - 3.
     """
     layer_ids, convention = stated_layers(form, data, depth)
-    ids, read = layer_ids, "the default"
+    ids, named = layer_ids, "the default"
     if convention != "defaults":
         ids = check_wholes(IDS, layer_ids, 0, depth)
-        read = f"{'outputs' if convention == 'outputs' else 'inputs'} of the layers {list(ids)} named in its config"
-    if asked is not None:
-        ids, convention, read = _layers_option(asked, depth), "asked", "as requested"
+        named = f"{'outputs' if convention == 'outputs' else 'inputs'} of the layers {list(ids)} named in its config"
+    if option is not None:
+        ids, convention, named = _layers_option(option, depth), "asked", "as requested"
     states = [i + (convention == "outputs" or i == depth) for i in ids]
     if wrong := [i for i in states if not (0 <= i < depth or convention == "boundary")]:
         problem = (
-            f"no {IDS} for a target of {depth} layers" if read == "the default" else f"a state after layer {wrong[0]}"
+            f"no {IDS} for a target of {depth} layers" if named == "the default" else f"a state after layer {wrong[0]}"
         )
         raise ValueError(f"drafter: {folder} names {problem}, expected states before one of its layers 0..{depth - 1}.")
-    summary = f"{folder.name} reads hidden states {states}: {read}"
+    summary = f"{folder.name} reads hidden states {states}: {named}"
     logger.info("%s", summary)
     if convention in ("outputs", "inputs") and form == "eagle3" and not data.get("target_layer_ids") and ids[0] != 1:
         warnings.warn(
@@ -299,22 +299,22 @@ def _layers_option(value: Layers, depth: int) -> tuple[int, ...]:
     return check_wholes("layers", [int(part) for part in parts], 0, depth - 1)
 
 
-def _images(folder: Path, stored: str | None, asked: str | None, pictures: bool) -> str:
+def _images(folder: Path, stored: str | None, option: str | None, pictures: bool) -> str:
     """Return how a head of the EAGLE-2 form represents images. Its tensors only reveal latents."""
     if stored is not None:
-        if not pictures or asked not in (None, stored):
-            problem = f"images={asked}" if pictures else "a target that sees no images"
+        if not pictures or option not in (None, stored):
+            problem = f"images={option}" if pictures else "a target that sees no images"
             raise ValueError(f"drafter: {folder} is a ViSpec head, which represents images as latents, got {problem}")
         return stored
     if not pictures:
         return "none"
-    known = ("slots", "embeddings", "none")
-    if asked not in known:
+    forms = ("slots", "embeddings", "none")
+    if option not in forms:
         raise ValueError(
             f"drafter: {folder} does not say how it represents images, expected {folder.name}:images=slots (EAGLE),"
             " images=embeddings (MSD) or images=none (HiViS)."
         )
-    return asked
+    return option
 
 
 def _levels(form: str, data: dict) -> int:

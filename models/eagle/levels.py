@@ -69,17 +69,17 @@ class DraftLevels(nn.Module):
         slot_B, position_B = slot_B + last_B, position_B + last_B
         x_Bd, query_BHE = x_Nd.view(rows, width, -1)[row_B, last_B], qkv[row_B, last_B, :heads]
         feature_Bd = layer.after_attention(x_Bd, query_BHE, partial(attended, at_B=slot_B))
-        chosen = [self.choose(feature_Bd, numbers_BKV[:, 0], scale)]
+        ids = [self.choose(feature_Bd, numbers_BKV[:, 0], scale)]
         for level in range(1, GROUP):
             slot_B, position_B = slot_B + 1, position_B + 1
             feature_Bd = feature_Bd[..., -size:]  # the last one, if the head predicts several features
-            x_Bd = layer.join(chosen[-1][:, None], feature_Bd[:, None], shift_Bd[:, None])
+            x_Bd = layer.join(ids[-1][:, None], feature_Bd[:, None], shift_Bd[:, None])
             qkv = layer.project(x_Bd, rows, 1, turns_PC2[position_B][:, None])
             kv_BSHE[row_B, slot_B] = qkv[:, 0, heads:]
             feature_Bd = layer.after_attention(x_Bd, qkv[:, 0, :heads], partial(attended, at_B=slot_B))
-            chosen.append(self.choose(feature_Bd, numbers_BKV[:, level], scale))
+            ids.append(self.choose(feature_Bd, numbers_BKV[:, level], scale))
         offsets_3B = torch.stack([torch.ones_like(count_B), slot_B + 1, position_B + 1])
-        return torch.stack(chosen, dim=1), feature_Bd[:, None, -size:], offsets_3B
+        return torch.stack(ids, dim=1), feature_Bd[:, None, -size:], offsets_3B
 
     def choose(self, feature_Bd: Tensor, numbers_BV: Tensor, scale: Tensor) -> Tensor:
         """Return the ids (B,) chosen after a feature."""
@@ -122,8 +122,8 @@ class DraftCalls:
             turns: Returns rotations for so many positions.
         """
         memory: FeatureMemory = state.memory
-        read = sum(token.shape[1] for token, _, _ in memory.pending_inputs)
-        more = max(next_power_of_2(read), BLOCK + 1) + depth + GROUP  # a draft, or a warm-up, writes at most as many
+        count = sum(token.shape[1] for token, _, _ in memory.pending_inputs)
+        more = max(next_power_of_2(count), BLOCK + 1) + depth + GROUP  # a draft, or a warm-up, writes at most as many
         memory.reserve(memory.end + more)
         memory.table = turns(max(memory.positions) + more)
         return self.fits(state, more)
@@ -140,24 +140,24 @@ class DraftCalls:
         token_BT, feature_BTd = self._block(token_BT, feature_BTd)
         numbers_BTV, scale = self._numbers(state, length)
         offsets_3B = to_device([counts, memory.lengths, memory.positions], token_BT.device)
-        fixed = self._fixed(memory, memory.kv, token_BT.shape[1] + length, feature_BTd)
-        chosen = []
+        fixed = self._shared_arguments(memory, memory.kv, token_BT.shape[1] + length, feature_BTd)
+        levels = []
         for start in range(0, length, GROUP):
             inputs = map(contiguous_copy, (token_BT, feature_BTd, numbers_BTV[:, start : start + GROUP]))
             ids_BK, feature_BTd, offsets_3B = self._called(memory, *inputs, offsets_3B, *fixed, scale)
-            chosen.append(ids_BK)
+            levels.append(ids_BK)
             token_BT = ids_BK[:, -1:]
         memory.advance(counts)
-        return torch.cat(chosen, dim=1)[:, :depth]
+        return torch.cat(levels, dim=1)[:, :depth]
 
     def _block(self, token_BT: Tensor, feature_BTd: Tensor) -> tuple[Tensor, Tensor]:
         """Pad the queued elements for a call."""
         return token_BT, feature_BTd
 
-    def _called(self, memory: FeatureMemory, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.call(*given)
+    def _called(self, memory: FeatureMemory, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.call(*inputs)
 
-    def _fixed(self, memory: FeatureMemory, kv_BSHE: Tensor, more: int, like_BTd: Tensor) -> tuple:
+    def _shared_arguments(self, memory: FeatureMemory, kv_BSHE: Tensor, more: int, like_BTd: Tensor) -> tuple:
         """Return the arguments shared by all calls of a draft that writes `more` elements: the store, its extent,
         rotations and the context bias.
         """
@@ -181,7 +181,7 @@ class CompiledDrafter(DraftCalls, CompiledFunctions):
     def __init__(self, drafter: FeatureDrafting):
         super().__init__(drafter)
         self.call = self.compile(self.levels.forward)
-        if self.layer.packed():
+        if self.layer.is_quantized():
             self.refuse("a quantized LM head")
 
     def fits(self, state: State, more: int) -> bool:
@@ -193,11 +193,11 @@ class CompiledDrafter(DraftCalls, CompiledFunctions):
         memory, rows = state.memory, len(state.rows)
         feature_BTd = self.head.reduced(memory.pending_inputs[-1][1][:, -1:]).to(self.layer.dtype)
         numbers_BKV, scale = self._numbers(state, GROUP)
-        with self.warming(several, "drafts"):
+        with self.warm_up(several, "drafts"):
             for width in (BLOCK if rows != BLOCK else BLOCK + 1, 1):
                 block = state.pending[:, None].expand(-1, width), feature_BTd.expand(-1, width, -1), numbers_BKV
                 offsets_3B = to_device([[width] * rows, memory.lengths, memory.positions], numbers_BKV.device)
-                fixed = self._fixed(memory, memory.kv.clone(), width + GROUP, feature_BTd)
+                fixed = self._shared_arguments(memory, memory.kv.clone(), width + GROUP, feature_BTd)
                 inputs = (*map(contiguous_copy, block), offsets_3B, *fixed, scale)
                 want, got = (function(*inputs)[1].float() for function in (self.levels, self.call))
                 close(got, want, feature_BTd.dtype)
@@ -208,7 +208,7 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
 
     def __init__(self, drafter: FeatureDrafting):
         super().__init__(drafter)
-        self.fixed = not self.layer.packed()
+        self.fixed = not self.layer.is_quantized()
 
     def fits(self, state: State, more: int) -> bool:
         memory: FeatureMemory = state.memory
@@ -220,9 +220,9 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
             return False
         with REPLAYING:
             try:
-                kept = memory.lease
-                memory.lease, (kv,) = self.acquire(kept, [memory.kv], 1, memory.end, room, stream(device))
-                if memory.lease is not kept:
+                lease = memory.lease
+                memory.lease, (kv,) = self.acquire(lease, [memory.kv], 1, memory.end, room, stream(device))
+                if memory.lease is not lease:
                     memory.move_storage(kv, memory.lease.stores.kind[0] - len(kv))
             except Exception as error:
                 self._fail(error)
@@ -239,15 +239,15 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
         more = next_power_of_2(token_BT.shape[1]) - token_BT.shape[1]
         return F.pad(token_BT, (0, more)), F.pad(feature_BTd, (0, 0, 0, more))
 
-    def _called(self, memory: FeatureMemory, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        token_BT, feature_BTd, numbers_BKV, offsets_3B, kv_BSHE, _, turns_PC2, shift_Bd, scale = given
+    def _called(self, memory: FeatureMemory, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        token_BT, feature_BTd, numbers_BKV, offsets_3B, kv_BSHE, _, turns_PC2, shift_Bd, scale = inputs
         assert memory.lease is not None
         args = [token_BT, feature_BTd, numbers_BKV, offsets_3B, shift_Bd, scale]
         weights = (turns_PC2, *self.layer.embed.parameters(), *self.layer.lm_head.parameters())
         key = (memory.lease.stores.number, *(x.data_ptr() for x in weights), *((tuple(x.shape), x.dtype) for x in args))
         with REPLAYING, torch.cuda.device_of(kv_BSHE):
             if self.refused:
-                return self._plain(*given)
+                return self._plain(*inputs)
             try:
                 recording = self.recordings.pop(key, None)
                 if recording is None:
@@ -257,17 +257,17 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
                     recording.replay()
             except Exception as error:
                 self._fail(error)
-                return self._plain(*given)
+                return self._plain(*inputs)
             self.recordings[key] = recording
             ids_BK, feature_B1d, offsets_3B = recording.output
             return ids_BK.clone(), feature_B1d.clone(), offsets_3B.clone()
 
-    def _plain(self, *given: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.levels(*given[:5], given[4].shape[1], *given[6:])
+    def _plain(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.levels(*inputs[:5], inputs[4].shape[1], *inputs[6:])
 
-    def _record(self, held: list[Tensor], kv_BSHE: Tensor, weights: tuple[Tensor, ...]) -> Recording:
+    def _record(self, values: list[Tensor], kv_BSHE: Tensor, weights: tuple[Tensor, ...]) -> Recording:
         """Record a call and replay it once. Raises ValueError if the result differs from the function's."""
-        inputs = [x.clone() for x in held]
+        inputs = [x.clone() for x in values]
         token_BT, feature_BTd, numbers_BKV, offsets_3B, shift_Bd, scale = inputs
         fixed = kv_BSHE, kv_BSHE.shape[1], weights[0]
 

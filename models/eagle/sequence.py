@@ -95,9 +95,9 @@ def extend(layout: PromptLayout, prompt_length: int, answers: list[int]) -> Prom
     width = max(n + max(m - 1, 0) for n, m in zip(layout.lengths, answers))
     index = torch.arange(width, device=device)
     start, more = torch.tensor(layout.lengths, device=device), torch.tensor(answers, device=device) - 1
-    after = (index - start[:, None]).clamp(min=0)
+    distance = (index - start[:, None]).clamp(min=0)
     new = (index >= start[:, None]) & (index < (start + more)[:, None])
-    step = torch.minimum(after, (more[:, None] - 1).clamp(min=0)) + prompt_length - 1
+    step = torch.minimum(distance, (more[:, None] - 1).clamp(min=0)) + prompt_length - 1
 
     def grown(x: Tensor, value: Tensor | int) -> Tensor:
         return torch.where(new, value, torch.nn.functional.pad(x, (0, width - x.shape[1])))

@@ -105,11 +105,11 @@ class Emu3(Family):
         rows = [row[real].tolist() for row, real in zip(ids, attention.bool())]
         if negative is not None:
             real = torch.ones_like(negative) if negative_attention is None else negative_attention
-            rows += [row[seen].tolist() for row, seen in zip(negative, real.bool())]
-        both, seen = left_padded(rows, self.pad, self.decoder.device)
+            rows += [row[mask].tolist() for row, mask in zip(negative, real.bool())]
+        both, mask = left_padded(rows, self.pad, self.decoder.device)
         embeds = self.model.get_input_embeddings()(both)
         # `generate` counts the positions of both branches from their first word
-        return EncodedPrompt(both[: len(ids)], embeds, seen, positions_from_mask(seen, layout.positions))
+        return EncodedPrompt(both[: len(ids)], embeds, mask, positions_from_mask(mask, layout.positions))
 
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         decoded = self.model.model.vqmodel.decode(tokens.view(-1, *layout.grid)).float()

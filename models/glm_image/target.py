@@ -58,8 +58,8 @@ class GlmImage(Family):
 
     def grids(self, grid: tuple[int, int], preview: tuple[int, int]) -> ImageLayout:
         """Return the layout of an image grid after a preview grid, both (rows, columns)."""
-        before, count = preview[0] * preview[1], grid[0] * grid[1]
-        return ImageLayout(grid, torch.tensor([FREE] * (before + count) + [self.codes]), before)
+        offset, count = preview[0] * preview[1], grid[0] * grid[1]
+        return ImageLayout(grid, torch.tensor([FREE] * (offset + count) + [self.codes]), offset)
 
     @staticmethod
     def _preview(height: int, width: int) -> tuple[int, int]:
@@ -87,7 +87,7 @@ class GlmImage(Family):
         """Build the prompt from generate's inputs: input_ids, attention_mask, image_grid_thw, images_per_sample."""
         ids, attention = inputs["input_ids"], inputs["attention_mask"]
         model = self.model.model
-        kept = model._cached_decode_position_ids, model._prefill_len  # the function below overwrites them
+        saved = model._cached_decode_position_ids, model._prefill_len  # the function below overwrites them
         seen_ABL, _ = model.get_rope_index(
             ids,
             image_grid_thw=inputs["image_grid_thw"],
@@ -95,7 +95,7 @@ class GlmImage(Family):
             attention_mask=attention,
         )
         drawn_ABT = model._cached_decode_position_ids.permute(1, 0, 2)
-        model._cached_decode_position_ids, model._prefill_len = kept
+        model._cached_decode_position_ids, model._prefill_len = saved
         positions = torch.cat([seen_ABL, drawn_ABT.to(seen_ABL)], dim=-1)
         return EncodedPrompt(ids, self.model.get_input_embeddings()(ids), attention.bool(), positions)
 

@@ -214,9 +214,9 @@ class Family:
         if guidance != 1.0 and not self.guided:
             raise ValueError(f"guidance_scale: got {guidance}, expected 1: {self.name} has no unconditional prompt.")
         room = getattr(self.decoder.config, "max_position_embeddings", None)
-        needed = prompt.ids.shape[1] + layout.positions
-        if room is not None and needed > room:
-            raise ValueError(f"prompt: got {needed} tokens including the image's, expected at most {room}.")
+        length = prompt.ids.shape[1] + layout.positions
+        if room is not None and length > room:
+            raise ValueError(f"prompt: got {length} tokens including the image's, expected at most {room}.")
 
     def check_sampling(self, sampling: Sampling) -> None:
         """Raise ValueError for settings that have no meaning for the model."""
@@ -226,9 +226,9 @@ class Vocabulary:
     """Codes and grammar ids in a text model's vocabulary: `ids` (V,) maps loop ids to vocabulary ids."""
 
     def __init__(self, ids: Tensor, codes: int):
-        self.ids, self.codes, used = ids, codes, ids[:codes]
-        self.first, self.last = int(used.min()), int(used.max()) + 1
-        self.order = None if used.tolist() == list(range(self.first, self.last)) else used - self.first
+        self.ids, self.codes, code_ids = ids, codes, ids[:codes]
+        self.first, self.last = int(code_ids.min()), int(code_ids.max()) + 1
+        self.order = None if code_ids.tolist() == list(range(self.first, self.last)) else code_ids - self.first
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Map loop ids to vocabulary ids."""
@@ -268,13 +268,13 @@ def generate_options(sampling: Sampling) -> dict[str, Any]:
 def generate_codes(
     model: Any,
     vocabulary: Vocabulary,
-    given: dict[str, Tensor],
+    inputs: dict[str, Tensor],
     layout: ImageLayout,
     sampling: Sampling,
     **options: object,
 ) -> Tensor:
-    """Generate loop ids (B, T) of a layout with a text model's own `generate`. `given` are its inputs."""
-    length, last = given["input_ids"].shape[1], layout.positions - 1
+    """Generate loop ids (B, T) of a layout with a text model's own `generate`."""
+    length, last = inputs["input_ids"].shape[1], layout.positions - 1
     codes = vocabulary.ids[: vocabulary.codes]
     fixed = vocabulary.ids[layout.fixed.clamp(min=0)]
 
@@ -283,7 +283,7 @@ def generate_codes(
         return codes if layout.fixed[now] == FREE else fixed[now : now + 1]
 
     ids = model.generate(
-        **given,
+        **inputs,
         max_new_tokens=layout.positions,
         prefix_allowed_tokens_fn=allowed,
         **generate_options(sampling),
@@ -328,12 +328,12 @@ def family_of(model: nn.Module, processor: Callable[..., Any] | None, **parts: A
     Raises ValueError if the model does not generate images here, or if its family does not take a part.
     """
     kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if kind not in (known := registry.table("family")):
+    if kind not in (families := registry.table("family")):
         raise ValueError(
             f"model: type {kind!r} does not generate images; `visspec list families` shows the types that do. `visspec"
             " caption`, `bench caption`, `bench text`, `tune --images` and `serve` are for models that generate text."
         )
-    family = known[kind].load()
+    family = families[kind].load()
     unknown = sorted(set(parts) - set(signature(family).parameters))
     if unknown:
         raise ValueError(f"{unknown[0]}: models of type {kind!r} do not take it. Leave it out.")

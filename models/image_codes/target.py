@@ -28,7 +28,7 @@ from visspec.models.attention.pass_inputs import CACHE, NAME, AttentionInputs, M
 from visspec.models.image_codes.family import EncodedPrompt, Family
 from visspec.models.runner.compiled import CompiledPasses
 from visspec.models.runner.graphs import GraphedForward, graphed_forward
-from visspec.models.runner.widths import PassWidths, agreeing
+from visspec.models.runner.widths import PassWidths, in_parts
 from visspec.sampling import process, warp
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target, Tree
 
@@ -191,7 +191,7 @@ class ImageAR(Target):
             draft = self.widths.pad(draft, _twice(state))
         embeds = self._embed(state, draft, state.position[:, None] + draft.tree.depth)
         embeds = embeds if _twice(state) == 1 else embeds.repeat(2, 1, 1)
-        with agreeing(self.widths, embeds.shape[:-1].numel()):
+        with in_parts(self.widths, embeds.shape[:-1].numel()):
             return self._attend(state, draft.tree, embeds, decoder)
 
     def _attend(self, state: State, tree: Tree, embeds: Tensor, decoder: nn.Module | None = None) -> Tensor:
@@ -264,7 +264,7 @@ class ImageAR(Target):
         cache: SlotLayers,
         decoder: nn.Module | None = None,
     ) -> Tensor:
-        with draft_attention.switched(self.configs) if NAME in attention else nullcontext():
+        with draft_attention.switch_attention(self.configs) if NAME in attention else nullcontext():
             output = (decoder or self.family.decoder)(
                 inputs_embeds=embeds,
                 position_ids=positions,
@@ -277,7 +277,7 @@ class ImageAR(Target):
 
     def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
         """Return scores of the nodes with hidden states `last` (R, N, d); `hidden` (R, L, d) are the whole pass's."""
-        with agreeing(self.widths, last.shape[:-1].numel()):
+        with in_parts(self.widths, last.shape[:-1].numel()):
             logits = self.family.head(last)  # includes padding nodes, which are rows of this product
         if self.widths is not None:
             logits = logits[:, : draft.tree.size]

@@ -66,8 +66,8 @@ def reach_of(scales: ScaleSizes) -> tuple[int, int]:
     """Return the grid that positions are stretched to: the finest of the megapixel schedule that begins with these
     scales, or their own finest for unpublished scales.
     """
-    begun = [grids[-1] for _, grids in _shapes() if scales.grids == grids[: len(scales)]]
-    return begun[0] if begun and len(scales) in COUNTS.values() else scales.grids[-1]
+    finest = [grids[-1] for _, grids in _shapes() if scales.grids == grids[: len(scales)]]
+    return finest[0] if finest and len(scales) in COUNTS.values() else scales.grids[-1]
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,9 @@ class InfinityCrossAttention(TextAttention):
         super().__init__(width, heads, width)
         self.mat_q = nn.Linear(width, width)
 
-    def forward(self, x_RQC: Tensor, given: TextConditions) -> Tensor:
+    def forward(self, x_RQC: Tensor, condition: TextConditions) -> Tensor:
         q_RHQE = self.mat_q(x_RQC).unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return self.after_attention(q_RHQE, given.text, given.real)
+        return self.after_attention(q_RHQE, condition.text, condition.real)
 
 
 class InfinityBlock(nn.Module):
@@ -189,7 +189,7 @@ class InfinityBlock(nn.Module):
         self.ffn = GeluMLP(width, config.hidden or 4 * width, width, approximate="tanh")
         self.ada_gss = nn.Parameter(torch.randn(1, 1, 6, width) / math.sqrt(width))
 
-    def forward(self, x_RQC: Tensor, shared: Tensor, given: TextConditions, attend) -> Tensor:
+    def forward(self, x_RQC: Tensor, shared: Tensor, condition: TextConditions, attend) -> Tensor:
         """Run the block.
 
         Args:
@@ -197,7 +197,7 @@ class InfinityBlock(nn.Module):
         """
         gamma1, gamma2, scale1, scale2, shift1, shift2 = (self.ada_gss + shared).unbind(dim=2)
         x_RQC = x_RQC + self.sa(norm(x_RQC) * (scale1 + 1) + shift1, attend) * gamma1
-        x_RQC = x_RQC + self.ca(self.ca_norm(x_RQC), given)
+        x_RQC = x_RQC + self.ca(self.ca_norm(x_RQC), condition)
         return x_RQC + self.ffn(norm(x_RQC) * (scale2 + 1) + shift2) * gamma2
 
 
@@ -226,22 +226,22 @@ class Infinity(NextScale):
         self.register_buffer("level_L", torch.tensor(config.scales.levels), persistent=False)
         self.register_buffer("spot_L2", spots(config), persistent=False)
 
-    def given(self, texts: Texts) -> TextConditions:
+    def embed_condition(self, texts: Texts) -> TextConditions:
         length = texts.features.shape[1]
         real, none = texts.real.to(self.device)[:, None, None], texts.none.to(self.device)[:, None, None]
         features = torch.where(none, self.cfg_uncond[:length], texts.features.to(self.device, self.dtype))
         features = self.text_norm(features)
         return TextConditions(self.text_proj_for_sos["ca"](features, real), self.text_proj_for_ca(features), real)
 
-    def first(self, given: TextConditions) -> Tensor:
+    def first(self, condition: TextConditions) -> Tensor:
         """Return inputs of the first scale, (R, 1, C)."""
-        return given.pooled[:, None] + self.pos_start + self.lvl_embed(self.level_L[:1])
+        return condition.pooled[:, None] + self.pos_start + self.lvl_embed(self.level_L[:1])
 
     def embed(self, x_RQn: Tensor, begin: int) -> Tensor:
         """Return inputs of the positions from `begin` on, (R, Q, C)."""
         return self.word_embed(x_RQn.to(self.dtype)) + self.lvl_embed(self.level_L[begin : begin + x_RQn.shape[1]])
 
-    def forward(self, x_RQC: Tensor, given: TextConditions, attend: Attend, places: Tensor) -> Tensor:
+    def forward(self, x_RQC: Tensor, condition: TextConditions, attend: Attend, places: Tensor) -> Tensor:
         """Return hidden states (R, Q, C) of inputs (R, Q, C) at places (R|1, Q)."""
         spot = self.spot_L2[places.clamp(max=len(self.spot_L2) - 1)]  # padding is after the last position
         turn = turns(spot, self.config.width // self.config.heads)
@@ -250,14 +250,14 @@ class Infinity(NextScale):
             q, k = (rotate(x.transpose(1, 2), turn).transpose(1, 2) for x in (q, k))
             return attend(layer, q, k, v)
 
-        shared = self.shared_ada_lin(given.pooled).unflatten(-1, (1, 6, -1))
+        shared = self.shared_ada_lin(condition.pooled).unflatten(-1, (1, 6, -1))
         for layer, block in enumerate(self.blocks):
-            x_RQC = block(x_RQC, shared, given, partial(apply_rope, layer))
+            x_RQC = block(x_RQC, shared, condition, partial(apply_rope, layer))
         return x_RQC
 
-    def logits(self, hidden_RQC: Tensor, given: TextConditions) -> Tensor:
+    def logits(self, hidden_RQC: Tensor, condition: TextConditions) -> Tensor:
         """Return logits (R, Q, 2 n): two for the first bit, two for the second, and so on."""
-        return self.head(self.head_nm(hidden_RQC, given.pooled))
+        return self.head(self.head_nm(hidden_RQC, condition.pooled))
 
 
 def spots(config: InfinityConfig) -> Tensor:

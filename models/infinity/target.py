@@ -58,13 +58,13 @@ class InfinityImages(ScaleImages):
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
     ) -> Any:
-        given = self._features(texts)
+        features = self._features(texts)
         none = torch.tensor([not text.strip() for text in negative or [""] * len(texts)], device=self.model.device)
-        against = given
+        unconditional = features
         if negative is not None and any(text.strip() for text in negative):
             # "no text" is as long as the prompt, so the prompt is the placeholder where a negative one is empty
-            against = self._features([text if text.strip() else own for text, own in zip(negative, texts)])
-        return TextPrompt(Texts(*given, torch.zeros_like(none)), Texts(*against, none))
+            unconditional = self._features([text if text.strip() else own for text, own in zip(negative, texts)])
+        return TextPrompt(Texts(*features, torch.zeros_like(none)), Texts(*unconditional, none))
 
     def _features(self, texts: list[str]) -> Features:
         if self.processor is None:

@@ -125,11 +125,11 @@ class Jacobi(Drafter):
             p_BWV, q_BWV = logp_BWV.softmax(dim=-1), gather_rows(old.q, at_BW.clamp(max=width - 1))
             if self.redraw == "gumbel":  # noise is indexed by position
                 old.noise.advance([len(t) for t in outcome.tokens])
-            drawn = self._redraw(p_BWV, tokens, q_BWV, stands_BW, old.noise)
+            sampled = self._redraw(p_BWV, tokens, q_BWV, stands_BW, old.noise)
             if self.redraw != "gumbel":  # new random numbers in every round
                 old.noise.advance([width] * len(outcome.tokens))
             q_BWV = torch.where(judged_BW[..., None], p_BWV, q_BWV)
-            window = Window(torch.where(judged_BW, drawn, tokens), q_BWV, old.noise)
+            window = Window(torch.where(judged_BW, sampled, tokens), q_BWV, old.noise)
         known_B = (judged_BW | stands_BW).sum(dim=1)
         window = self._extend_window(state, window, known_B, scores.distribution.width, width)
         return replace(window, logp=logp_BWV, judged=judged_BW)

@@ -57,10 +57,10 @@ class Janus(Family):
             batch = self._tokenize(texts)
             return self.from_ids(batch["input_ids"], batch["attention_mask"].bool(), guided)
         batch, count = self._tokenize([*texts, *negative]), len(texts)
-        (ids, other), (seen, real) = (x.split(count) for x in (batch["input_ids"], batch["attention_mask"].bool()))
+        (ids, other), (mask, real) = (x.split(count) for x in (batch["input_ids"], batch["attention_mask"].bool()))
         has_words_B1 = torch.tensor([[bool(text.strip())] for text in negative], device=ids.device)
         other = torch.where(has_words_B1, other, self._without_words(ids))
-        return self.from_ids(ids, seen, guided, other, torch.where(has_words_B1, real, seen))
+        return self.from_ids(ids, mask, guided, other, torch.where(has_words_B1, real, mask))
 
     def _tokenize(self, texts: list[str]) -> dict[str, Tensor]:
         batch = self.require_processor()(text=texts, generation_mode="image", padding=True, return_tensors="pt")
@@ -85,8 +85,8 @@ class Janus(Family):
 
     def _without_words(self, ids: Tensor) -> Tensor:
         """Return the unconditional prompt, as stock `generate` builds it."""
-        kept = (ids == self.keeps[0]) | (ids == self.keeps[1])
-        return torch.where(kept, ids, self.pad)
+        is_grammar = (ids == self.keeps[0]) | (ids == self.keeps[1])
+        return torch.where(is_grammar, ids, self.pad)
 
     def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: object) -> Tensor:
         scale, own, inputs = sampling.guidance, generate_options(sampling), self._tokenize(texts)

@@ -142,9 +142,9 @@ class LlamaGenAttention(nn.Module):
         query, key, value = (x.transpose(1, 2) for x in (rotate(query, turn_BNC), rotate(key, turn_BNC), value))
         if cache is not None:
             key, value = cache.update(key, value, self.layer)
-        new, seen = query.shape[2], key.shape[2]
-        if mask is None and 1 < new < seen:  # SDPA would align a causal mask with the first key
-            mask = torch.ones(new, seen, dtype=torch.bool, device=query.device).tril(seen - new)
+        new, length = query.shape[2], key.shape[2]
+        if mask is None and 1 < new < length:  # SDPA would align a causal mask with the first key
+            mask = torch.ones(new, length, dtype=torch.bool, device=query.device).tril(length - new)
         attended = F.scaled_dot_product_attention(
             query,
             key,

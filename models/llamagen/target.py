@@ -99,9 +99,9 @@ class LlamaGenImages(Family):
         embeds = self.model.prefix(condition.to(self.model.device), guidance=guided)
         rows, length = len(condition), embeds.shape[1]
         ids = torch.zeros(rows, length, dtype=torch.long, device=embeds.device)  # placeholders: the prefix has no ids
-        seen = torch.ones_like(ids).bool() if attention is None else attention.to(embeds.device).bool()
+        mask = torch.ones_like(ids).bool() if attention is None else attention.to(embeds.device).bool()
         # "nothing" gets the caption's mask, as in the published sampling code
-        both = seen.repeat(2, 1) if guided else seen
+        both = mask.repeat(2, 1) if guided else mask
         if guided and negative is not None and worded is not None:
             own = rows + worded.nonzero()[:, 0].to(embeds.device)
             embeds = embeds.index_copy(0, own, self.model.prefix(negative[worded].to(self.model.device)))

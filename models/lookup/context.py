@@ -177,31 +177,31 @@ class RowContext:
             reach, _, parent, token = heapq.heappop(heap)
             if chain:
                 heap.clear()
-            above = self.tree[parent]
-            self.tree.append(Node(token, parent, above.depth + 1, -reach, above.below[token].pointers))
-            self._propose(len(self.tree) - 1, heap if above.depth + 1 < depth else [])
+            parent_node = self.tree[parent]
+            self.tree.append(Node(token, parent, parent_node.depth + 1, -reach, parent_node.below[token].pointers))
+            self._propose(len(self.tree) - 1, heap if parent_node.depth + 1 < depth else [])
         return self.tree
 
     def _propose(self, index: int, heap: list[tuple[float, int, int, int]]) -> None:
         """Collect the sources' proposals below a node in `Node.below`, and add them to the heap."""
         node, rate = self.tree[index], self.rates.rate
-        level, below, longest = min(node.depth, DEPTHS - 1), node.below, 0
+        level, proposals, longest = min(node.depth, DEPTHS - 1), node.below, 0
         least = LEAST / node.reach
         for source, ids, place in node.pointers:
             if place < len(ids) and ids[place] >= 0:
-                proposal = below.setdefault(ids[place], Proposal())
+                proposal = proposals.setdefault(ids[place], Proposal())
                 proposal.keys.append(source * DEPTHS + level)
                 proposal.pointers.append((source, ids, place + 1))
                 longest = max(longest, LENGTHS[source % FIRST_ANSWER // MATCHES])
-        before = self.tree[node.parent].token if index else self.ids[-2] if len(self.ids) > 1 else -1
-        pair, alone = self.shared.candidates.get((before, node.token), ()), self.shared.ranked(node.token)
+        previous = self.tree[node.parent].token if index else self.ids[-2] if len(self.ids) > 1 else -1
+        pair, alone = self.shared.candidates.get((previous, node.token), ()), self.shared.ranked(node.token)
         group = 3 * (0 if longest >= LONG else 1 if longest else 2)
         for g, ranked in ((group, pair), (group + (1 if pair else 2), alone)):
             for rank, token in enumerate(ranked):
                 key = (FIRST_GROUP + g * CANDIDATES + rank) * DEPTHS + level
-                if rate[key] >= least or token in below:
-                    below.setdefault(token, Proposal()).keys.append(key)
-        probabilities = {token: 1.0 - prod(1.0 - rate[key] for key in each.keys) for token, each in below.items()}
+                if rate[key] >= least or token in proposals:
+                    proposals.setdefault(token, Proposal()).keys.append(key)
+        probabilities = {token: 1.0 - prod(1.0 - rate[key] for key in each.keys) for token, each in proposals.items()}
         scale = node.reach / max(sum(probabilities.values()), 1.0)  # at most one sibling can be accepted
         for token, probability in probabilities.items():
             if probability * scale >= LEAST:
@@ -214,8 +214,8 @@ class RowContext:
             added: Number of tokens appended to the text since.
         """
         tree, root = self.tree[:size], len(self.ids) - added - 1
-        above = self.ids[root - 1] if root else -1
-        return [(above, self.ids[root]), *((tree[node.parent].token, node.token) for node in tree[1:])]
+        previous = self.ids[root - 1] if root else -1
+        return [(previous, self.ids[root]), *((tree[node.parent].token, node.token) for node in tree[1:])]
 
     def learn(self, tokens: Sequence[int]) -> None:
         """Learn from the tokens that followed the newest tree's root."""
@@ -390,17 +390,17 @@ def token_recycling(nodes: int = 32, levels: int = 8, shared: bool = True) -> Co
     return ContextDrafter(nodes, levels, "candidates", shared)
 
 
-def _draft(pending_B: Tensor, grown: list[list[Node]]) -> Draft:
+def _draft(pending_B: Tensor, row_trees: list[list[Node]]) -> Draft:
     """Build a draft with one tree per row; smaller trees are padded with nodes that are not real."""
-    device, size, fewest = pending_B.device, max(map(len, grown)), min(map(len, grown))
+    device, size, fewest = pending_B.device, max(map(len, row_trees)), min(map(len, row_trees))
     if size == 1:
         return trees.empty_draft(pending_B)
-    if all(node.parent == n - 1 for tree in grown for n, node in enumerate(tree)):
-        return trees.ragged_draft(pending_B, [[node.token for node in tree[1:]] for tree in grown])
-    rows = [[(n.token, n.parent) for n in tree] + [(0, 0)] * (size - len(tree)) for tree in grown]
+    if all(node.parent == n - 1 for tree in row_trees for n, node in enumerate(tree)):
+        return trees.ragged_draft(pending_B, [[node.token for node in tree[1:]] for tree in row_trees])
+    rows = [[(n.token, n.parent) for n in tree] + [(0, 0)] * (size - len(tree)) for tree in row_trees]
     token_BN, parent_BN = to_device(rows, device).unbind(-1)
     value_BN = torch.cat([pending_B[:, None], token_BN[:, 1:]], dim=1)
-    levels = max(node.depth for tree in grown for node in tree)
-    count_B1 = to_device([[len(tree)] for tree in grown], device)
+    levels = max(node.depth for tree in row_trees for node in tree)
+    count_B1 = to_device([[len(tree)] for tree in row_trees], device)
     real_BN = None if fewest == size else torch.arange(size, device=device) < count_B1
     return Draft(value_BN, trees.from_parents(parent_BN, max(levels, 1)), real=real_BN)

@@ -26,10 +26,10 @@ class TextIndex:
         for token in tokens:
             place = len(ids)
             for n in range(1, min(INDEXED, place - self.start) + 1):
-                known = places.setdefault(tuple(ids[-n:]), [])
-                known.append(place)
-                if len(known) > PLACES:
-                    del known[0]
+                positions = places.setdefault(tuple(ids[-n:]), [])
+                positions.append(place)
+                if len(positions) > PLACES:
+                    del positions[0]
             ids.append(token)
 
     def matches(self, text: Sequence[int], first: int, shortest: int = 1) -> list[Pointer]:

@@ -79,8 +79,8 @@ class LowRes(Drafter):
         state.memory = rows  # drafted codes of all rows of the request, on the host
 
     def propose(self, state: State, depth: int) -> Draft:
-        drawn: list[list[int]] = state.memory
-        ahead = [drawn[row][len(state.tokens[row]) :][:depth] for row in state.rows]
+        sketch: list[list[int]] = state.memory
+        ahead = [sketch[row][len(state.tokens[row]) :][:depth] for row in state.rows]
         return trees.ragged_draft(state.pending, ahead)
 
     def sketch(self, state: State) -> Tensor:
@@ -100,8 +100,8 @@ class LowRes(Drafter):
             request.fixed = layout.fixed.to(prompt.ids.device)
         if state.noise is not None:
             request.generators = state.noise.child_generators()
-        drawn = decode(ImageAR(self.family), None, Exact(), request, FixedLength(1))
-        return torch.tensor(drawn.tokens, device=prompt.ids.device)[:, layout.free.to(prompt.ids.device)]
+        sketch = decode(ImageAR(self.family), None, Exact(), request, FixedLength(1))
+        return torch.tensor(sketch.tokens, device=prompt.ids.device)[:, layout.free.to(prompt.ids.device)]
 
     @torch.inference_mode()
     def upsample_codes(self, small_BS: Tensor, grid: tuple[int, int]) -> Tensor:

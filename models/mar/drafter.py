@@ -42,26 +42,26 @@ class SmallMAR(Drafter):
             raise ValueError(f"drafter: got {steps} denoising steps, expected {expected} as the target has.")
 
     def start(self, state: State, scores: Scores) -> None:
-        state.memory = DrawnVectors.nothing(state.request.inputs, self.small.model.config.size).select(state.rows)
+        state.memory = DrawnVectors.empty(state.request.inputs, self.small.model.config.size).select(state.rows)
 
     def propose(self, state: State, depth: int) -> Draft:
-        known: DrawnVectors = state.memory
+        vectors: DrawnVectors = state.memory
         counts = [len(state.tokens[row]) for row in state.rows]
         depth = min(depth, self.small.model.config.tokens - min(counts))
         if depth < 1:
             return trees.empty_draft(state.pending)
         values, paths, tokens = [], [], self.small.model.config.tokens
         number_B1 = state.position[:, None]
-        known.put(number_B1, state.pending[:, None])
+        vectors.put(number_B1, state.pending[:, None])
         for level in range(depth):
             number_B1 = number_B1 + 1  # number of the token to draw, which is also the number of known tokens
             prefixes = range(min(counts) + level, min(max(counts) + level, tokens) + 1)
-            distribution = self.small.after(
-                known, number_B1, number_B1, prefixes, state.request.sampling, state.calls, "draft_head"
+            distribution = self.small.next_vector(
+                vectors, number_B1, number_B1, prefixes, state.request.sampling, state.calls, "draft_head"
             )
             assert state.noise is not None
             value, path = state.noise.draft(distribution, level)
-            known.put(number_B1, value[:, None])
+            vectors.put(number_B1, value[:, None])
             values.append(value)
             paths.append(path)
         return trees.chain_draft(state.pending, torch.stack(values, dim=1), Trajectory.chain(paths))

@@ -40,21 +40,21 @@ class ParallelMAR(Order):
         state = target.open_state(request)
         assert request.generators is not None
         state.noise = noise = rule.make_noise(request.generators, 0)
-        trace, known, rows, passes = state.trace, state.cache, state.rows, []
+        trace, vectors, rows, passes = state.trace, state.cache, state.rows, []
         trace.origin = [[] for _ in rows]
         for step, end in enumerate(ends):
             more = end - count
             with stage(trace, "verify" if step else "prefill"):
                 number_BP = torch.arange(count, end, device=target.device).expand(len(rows), -1)
                 prefix_B1, prefixes = number_BP[:, :1], range(count, count + 1)
-                given = known, prefix_B1, number_BP, prefixes, request.sampling, trace.calls
+                arguments = vectors, prefix_B1, number_BP, prefixes, request.sampling, trace.calls
                 numbers = noise.numbers(more)
-                drawn = target.after(*given, step=more).value(numbers.start, numbers.steps)
-                known.put(number_BP, drawn.view(len(rows), more, -1))
+                values = target.next_vector(*arguments, step=more).value(numbers.start, numbers.steps)
+                vectors.put(number_BP, values.view(len(rows), more, -1))
                 noise.advance([more] * len(rows))
             for row in rows:
                 assert isinstance(state.output, VectorBuffer)
-                state.output.held[row].append(known.values[row, count:end])
+                state.output.held[row].append(vectors.values[row, count:end])
                 state.output.append(row, list(range(count, end)))
                 trace.origin[row] += ["plain"] * more
             passes += [step] * more
@@ -75,8 +75,8 @@ def revealed_counts(tokens: int, iterations: int) -> list[int]:
     """
     if not 1 <= iterations <= tokens:
         raise ValueError(f"iterations: got {iterations}, expected 1..{tokens}, at least one token per step.")
-    known: list[int] = [0]
+    counts: list[int] = [0]
     for step in range(1, iterations):
         hidden = math.floor(tokens * math.cos(math.pi / 2 * step / iterations))
-        known.append(tokens - max(1, min(tokens - known[-1] - 1, hidden)))
-    return [*known[1:], tokens]
+        counts.append(tokens - max(1, min(tokens - counts[-1] - 1, hidden)))
+    return [*counts[1:], tokens]

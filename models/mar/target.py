@@ -50,7 +50,7 @@ class ClassPrompt:
         """Placeholder ids (B, 1): the prompt has no tokens."""
         return torch.zeros_like(self.classes)[:, None]
 
-    def ordered(self, tokens: int, generators: Sequence[torch.Generator] | None) -> ClassPrompt:
+    def with_order(self, tokens: int, generators: Sequence[torch.Generator] | None) -> ClassPrompt:
         """Return the prompt with orders, which the generators draw if there are none."""
         if self.order is not None:
             return self
@@ -118,7 +118,7 @@ class DrawnVectors:
     values: Tensor
 
     @classmethod
-    def nothing(cls, prompt: ClassPrompt, size: int) -> DrawnVectors:
+    def empty(cls, prompt: ClassPrompt, size: int) -> DrawnVectors:
         assert prompt.order is not None
         rows, tokens = prompt.order.shape
         return cls(prompt.classes, prompt.order, torch.zeros(rows, tokens + 1, size, device=prompt.order.device))
@@ -172,18 +172,18 @@ class MARTarget(Target):
     def open_state(self, request: Request) -> State:
         """Return the state of a checked request before any pass."""
         self.family.check_sampling(request.sampling)
-        prompt = request.inputs = request.inputs.ordered(self.model.config.tokens, request.generators)
-        known = DrawnVectors.nothing(prompt, self.model.config.size)
+        prompt = request.inputs = request.inputs.with_order(self.model.config.tokens, request.generators)
+        vectors = DrawnVectors.empty(prompt, self.model.config.size)
         position = torch.full_like(prompt.classes, -1)  # the number of a virtual node before the first token
         rows = list(range(len(position)))
-        return State(request, known.values[:, 0], position, known, rows, UnorderedBuffer(request, prompt.order))
+        return State(request, vectors.values[:, 0], position, vectors, rows, UnorderedBuffer(request, prompt.order))
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """Run one pass over every prefix of every row, with two rows each under guidance."""
-        known: DrawnVectors = state.cache
+        vectors: DrawnVectors = state.cache
         nodes, tokens = draft.value.shape[1], self.model.config.tokens
         rank_BN = state.position[:, None] + torch.arange(nodes, device=self.device)
-        known.put(rank_BN, draft.value)
+        vectors.put(rank_BN, draft.value)
         known_rows = [len(state.tokens[row]) for row in state.rows]  # including the pending token
         most = min(max(known_rows) + nodes - 1, tokens)
         return self._scores(state, rank_BN, range(min(known_rows), most + 1))
@@ -198,11 +198,11 @@ class MARTarget(Target):
             counts: Range of the number of known tokens per prefix, known on the host.
         """
         number_BN, sampling = rank_BN + 1, state.request.sampling
-        return Scores(self.after(state.cache, number_BN, number_BN, counts, sampling, state.trace.calls))
+        return Scores(self.next_vector(state.cache, number_BN, number_BN, counts, sampling, state.trace.calls))
 
-    def after(
+    def next_vector(
         self,
-        known: DrawnVectors,
+        vectors: DrawnVectors,
         prefix_BN: Tensor,
         number_BP: Tensor,
         counts: range,
@@ -219,35 +219,35 @@ class MARTarget(Target):
         """
         tokens, guided = self.model.config.tokens, sampling.guidance != 1.0
         number_BP = number_BP.clamp(max=tokens - 1)  # a draft may extend beyond the end
-        place_BP = known.order.gather(1, number_BP)
-        condition = conditions(self.model, known, prefix_BN, place_BP, counts, guided)
+        place_BP = vectors.order.gather(1, number_BP)
+        condition = conditions(self.model, vectors, prefix_BN, place_BP, counts, guided)
         scale = None
         if guided:
-            drawn = number_BP + 1 if step is None else prefix_BN + step
-            scale = scales(self.family.scale, sampling.guidance, drawn.expand_as(number_BP), tokens).flatten()
+            numbers = number_BP + 1 if step is None else prefix_BN + step
+            scale = scales(self.family.scale, sampling.guidance, numbers.expand_as(number_BP), tokens).flatten()
         return self.family.chains(
             condition, (len(place_BP), place_BP.shape[1]), scale, sampling.temperature, calls, name
         )
 
 
 def conditions(
-    model: MAR, known: DrawnVectors, prefix_BN: Tensor, place_BP: Tensor, counts: range, guided: bool
+    model: MAR, vectors: DrawnVectors, prefix_BN: Tensor, place_BP: Tensor, counts: range, guided: bool
 ) -> Tensor:
     """Return the head's conditions (B P, D) for tokens at `place`, P / N of them given the first `prefix` tokens of
     each row; with guidance the unconditional ones follow.
     """
     nodes, most = prefix_BN.shape[1], counts[-1]
-    order = known.order[:, :most].repeat_interleave(nodes, dim=0)
-    values = known.values[:, :most].repeat_interleave(nodes, dim=0).to(model.dtype)
-    classes, place = known.classes.repeat_interleave(nodes), place_BP.reshape(prefix_BN.numel(), -1)
-    seen = None
+    order = vectors.order[:, :most].repeat_interleave(nodes, dim=0)
+    values = vectors.values[:, :most].repeat_interleave(nodes, dim=0).to(model.dtype)
+    classes, place = vectors.classes.repeat_interleave(nodes), place_BP.reshape(prefix_BN.numel(), -1)
+    mask = None
     if len(counts) > 1:
-        seen = torch.arange(most, device=order.device) < prefix_BN.reshape(-1, 1)
+        mask = torch.arange(most, device=order.device) < prefix_BN.reshape(-1, 1)
     if guided:
         classes = torch.cat([classes, torch.full_like(classes, UNCONDITIONAL)])
         order, values, place = (torch.cat([part, part]) for part in (order, values, place))
-        seen = None if seen is None else torch.cat([seen, seen])
-    condition_MTD = model(values, order, seen, classes)
+        mask = None if mask is None else torch.cat([mask, mask])
+    condition_MTD = model(values, order, mask, classes)
     return condition_MTD.gather(1, place[..., None].expand(-1, -1, condition_MTD.shape[-1])).flatten(0, 1)
 
 

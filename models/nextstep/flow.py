@@ -36,21 +36,21 @@ def flow_schedule(count: int, shift: float = 1.0, last: float = 0.04, noisy: boo
         noisy: Whether the last step adds noise of deviation QUIET, a declared difference.
     """
     t = shift_times(torch.linspace(0, 1 - last, count, dtype=torch.float64), shift)
-    before, dt = t[:-1], t.diff()
-    keep = torch.cat([1 - 2 * dt / (1 - before), 1 - last / (1 - t[-1:])])
-    move = torch.cat([(1 + before) * dt / (1 - before), last / (1 - t[-1:])])
-    log_sigma = torch.cat([(2 * (1 - before) * dt).log() / 2, t.new_tensor([math.log(QUIET)])])
+    start, dt = t[:-1], t.diff()
+    keep = torch.cat([1 - 2 * dt / (1 - start), 1 - last / (1 - t[-1:])])
+    move = torch.cat([(1 + start) * dt / (1 - start), last / (1 - t[-1:])])
+    log_sigma = torch.cat([(2 * (1 - start) * dt).log() / 2, t.new_tensor([math.log(QUIET)])])
     return _schedule(t, keep, move, log_sigma, noisy)
 
 
 def flow_schedule_v11(count: int, shift: float = 1.0, level: float = 0.8) -> Schedule:
     """Return version 1.1's sampler, which adds noise in every step. Raises ValueError like `flow_schedule`."""
     t = shift_times(torch.arange(count, dtype=torch.float64) / count, shift)
-    after = torch.cat([t[1:], t.new_ones(1)])
-    dt, rest = after - t, 1 - t
+    end = torch.cat([t[1:], t.new_ones(1)])
+    dt, rest = end - t, 1 - t
     deviation = level * (rest / torch.where(t == 0, 1 - t[-1], t)).sqrt()
-    noise = 1 - after - deviation**2 * dt / (2 * rest)  # coefficient of the estimated noise, (x - t o) / (1 - t)
-    return _schedule(t, noise / rest, after - t * noise / rest, (deviation * dt.sqrt()).log(), True)
+    noise = 1 - end - deviation**2 * dt / (2 * rest)  # coefficient of the estimated noise, (x - t o) / (1 - t)
+    return _schedule(t, noise / rest, end - t * noise / rest, (deviation * dt.sqrt()).log(), True)
 
 
 def _schedule(t: Tensor, keep: Tensor, move: Tensor, log_sigma: Tensor, noisy: bool) -> Schedule:

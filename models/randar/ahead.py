@@ -35,8 +35,8 @@ class Ahead(Drafter):
         distribution = Categorical(state.memory[:, :depth])
         if state.noise is None:
             return trees.chain_draft(state.pending, distribution.logits.argmax(dim=-1))
-        drawn = [state.noise.draft(Categorical(distribution.logits[:, level]), level) for level in range(depth)]
-        values, distributions = zip(*drawn)
+        drafts = [state.noise.draft(Categorical(distribution.logits[:, level]), level) for level in range(depth)]
+        values, distributions = zip(*drafts)
         laws = [q for q in distributions if q is not None]
         return trees.chain_draft(state.pending, torch.stack(values, dim=1), Categorical.chain(laws) if laws else None)
 

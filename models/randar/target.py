@@ -141,7 +141,7 @@ class RandARTarget(ImageAR):
         pairs = torch.stack([model.embed(draft.value), model.query(next_BN1[..., 0])], dim=2).flatten(1, 2)
         embeds = torch.cat([pairs, model.query(later_BA)], dim=1).repeat(copies, 1, 1)
         at_BS = torch.cat([torch.cat([own_BN1, next_BN1], dim=2).flatten(1), later_BA], dim=1)
-        tree: Tree = trees.tree_cache(draft.tree, asking(self.ahead))
+        tree: Tree = trees.tree_cache(draft.tree, query_tree(self.ahead))
         if tree.parent.shape[0] > 1:
             tree = _repeat_tree(tree, copies)
         extent = slots.open(tree.size, self.device)
@@ -174,33 +174,33 @@ class RandARTarget(ImageAR):
 def prefill_mask(real_RS: Tensor, ahead: int) -> Tensor:
     """Return a prefill's mask (R, S + A, S + A) bool, for S inputs that end with a query and A more queries."""
     rows, length = real_RS.shape
-    seen = torch.zeros(rows, length + ahead, length + ahead, dtype=torch.bool, device=real_RS.device)
-    seen[:, :length, :length] = torch.ones(length, length, dtype=torch.bool, device=real_RS.device).tril()
-    seen[:, :length, :length] &= real_RS[:, None]
-    seen[:, length:, : length - 1] = real_RS[:, None, :-1]
-    seen[:, length:, length:] = torch.eye(ahead, dtype=torch.bool, device=real_RS.device)
-    return seen
+    mask = torch.zeros(rows, length + ahead, length + ahead, dtype=torch.bool, device=real_RS.device)
+    mask[:, :length, :length] = torch.ones(length, length, dtype=torch.bool, device=real_RS.device).tril()
+    mask[:, :length, :length] &= real_RS[:, None]
+    mask[:, length:, : length - 1] = real_RS[:, None, :-1]
+    mask[:, length:, length:] = torch.eye(ahead, dtype=torch.bool, device=real_RS.device)
+    return mask
 
 
 @lru_cache(maxsize=64)
-def asking(ahead: int) -> Callable[[Tree], Tree]:
+def query_tree(ahead: int) -> Callable[[Tree], Tree]:
     """Return a function from a draft's tree to the pass's: code and query of each node, then the later queries."""
 
     def derive(tree: Tree) -> Tree:
         nodes, device = tree.size, tree.parent.device
-        seen = tree.ancestor.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
+        ancestors = tree.ancestor.repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
         own = torch.arange(nodes, device=device)
-        seen[:, 2 * own, 2 * own + 1] = False  # a code does not see the query after it
-        later = seen[:, ::2].repeat_interleave(ahead, dim=1)
-        alone = torch.eye(nodes * ahead, dtype=torch.bool, device=device).expand(len(seen), -1, -1)
-        before = torch.cat([seen, seen.new_zeros(len(seen), 2 * nodes, nodes * ahead)], dim=2)
-        seen = torch.cat([before, torch.cat([later, alone], dim=2)], dim=1)
-        above = torch.where(tree.parent < 0, -1, 2 * tree.parent + 1)
-        code = (2 * own).expand_as(above)
-        parent = torch.stack([above, code], dim=2).flatten(1)
+        ancestors[:, 2 * own, 2 * own + 1] = False  # a code does not see the query after it
+        later = ancestors[:, ::2].repeat_interleave(ahead, dim=1)
+        alone = torch.eye(nodes * ahead, dtype=torch.bool, device=device).expand(len(ancestors), -1, -1)
+        code_rows = torch.cat([ancestors, ancestors.new_zeros(len(ancestors), 2 * nodes, nodes * ahead)], dim=2)
+        ancestors = torch.cat([code_rows, torch.cat([later, alone], dim=2)], dim=1)
+        parent_query = torch.where(tree.parent < 0, -1, 2 * tree.parent + 1)
+        code = (2 * own).expand_as(parent_query)
+        parent = torch.stack([parent_query, code], dim=2).flatten(1)
         parent = torch.cat([parent, code.repeat_interleave(ahead, dim=1)], dim=1)
-        depth = seen.sum(dim=-1) - 1
-        return Tree(parent, depth, seen, 2 * tree.levels + 1, chain=False)
+        depth = ancestors.sum(dim=-1) - 1
+        return Tree(parent, depth, ancestors, 2 * tree.levels + 1, chain=False)
 
     return derive
 

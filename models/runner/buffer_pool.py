@@ -57,10 +57,10 @@ class KVBuffers:
     def slots(self) -> int:
         return self.kind[1]
 
-    def contains(self, first: Tensor, wanted: int, queue: int) -> bool:
-        """Return whether a request's tensors, such as `first`, are in these buffers, with room for `wanted` slots."""
+    def contains(self, first: Tensor, slots: int, queue: int) -> bool:
+        """Return whether a request's tensors, such as `first`, are in these buffers, with room for `slots` slots."""
         in_place = first.data_ptr() == self.tensors[0].data_ptr()  # false if it needed more rows and moved out
-        return in_place and self.slots >= wanted and self.kind[2] == queue
+        return in_place and self.slots >= slots and self.kind[2] == queue
 
 
 class BufferLease:
@@ -110,23 +110,23 @@ class GraphBufferPool(Recordings):
             del self.recordings[next(iter(self.recordings))]
 
     def acquire(
-        self, lease: BufferLease | None, old: Sequence[Tensor], dim: int, end: int, wanted: int, queue: int
+        self, lease: BufferLease | None, old: Sequence[Tensor], dim: int, end: int, slots: int, queue: int
     ) -> tuple[BufferLease, list[Tensor]]:
-        """Move a request's tensors, of which `end` slots are used, to buffers with room for `wanted` slots. Returns the
+        """Move a request's tensors, of which `end` slots are used, to buffers with room for `slots` slots. Returns the
         lease and the tensors, unchanged if they are in such buffers already.
 
         Args:
             dim: The slots' dimension.
         """
-        if lease is not None and lease.stores.contains(old[0], wanted, queue):
+        if lease is not None and lease.stores.contains(old[0], slots, queue):
             return lease, list(old)
         rows = old[0].shape[0]
         parts = tuple((x.shape[1:dim], x.shape[dim + 1 :], x.dtype, x.device) for x in old)
-        stores = self._free((capacity(rows), wanted, queue, parts))
+        stores = self._free((capacity(rows), slots, queue, parts))
         for new, x in zip(stores.tensors, old):
             new[:rows].narrow(dim, 0, end).copy_(x.narrow(dim, 0, end))
             # masked slots are multiplied by 0, but earlier requests may have left NaN in them
-            new[:rows].narrow(dim, end, wanted - end).zero_()
+            new[:rows].narrow(dim, end, slots - end).zero_()
             new[rows:] = 0
         return BufferLease(stores, self.returned), [new[:rows] for new in stores.tensors]
 
@@ -149,12 +149,14 @@ class GraphBufferPool(Recordings):
         """Free the least recently used idle buffers, and their recordings."""
         evicted = {stores.number for stores in self.idle[: max(count, 0)]}
         self.idle = [stores for stores in self.idle if stores.number not in evicted]
-        self.recordings = {key: held for key, held in self.recordings.items() if key[0] not in evicted}
+        self.recordings = {key: recording for key, recording in self.recordings.items() if key[0] not in evicted}
 
 
 def allocated_bytes(kind: tuple) -> KVBuffers:
     rows, slots, _, parts = kind
-    new = [torch.empty(rows, *ahead, slots, *behind, dtype=dtype, device=dev) for ahead, behind, dtype, dev in parts]
+    new = [
+        torch.empty(rows, *ahead, slots, *trailing, dtype=dtype, device=dev) for ahead, trailing, dtype, dev in parts
+    ]
     return KVBuffers(kind, new)
 
 

@@ -55,8 +55,8 @@ class CompiledFunctions:
         """Compile a function for any input sizes except those of its modules' parameters."""
         options: dict[str, Any] = {"backend": self._backend, "dynamic": True}
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # count graphs of this function only
-            kept = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-            options |= {"recompile_limit": GRAPHS, "isolate_recompiles": True, "options": kept}
+            guards = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
+            options |= {"recompile_limit": GRAPHS, "isolate_recompiles": True, "options": guards}
         return torch.compile(function, **options)
 
     def serve(self, several: bool, state: State, warm_up: Callable[[], None]) -> bool:
@@ -71,9 +71,9 @@ class CompiledFunctions:
         return several not in self.ready and not self.refused and state.request.max_new_tokens >= WORTH
 
     @contextmanager
-    def warming(self, several: bool, what: str) -> Iterator[None]:
+    def warm_up(self, several: bool, what: str) -> Iterator[None]:
         """Context for a warm-up, after which graphs are ready. An exception inside disables compilation and warns."""
-        start, before = time.perf_counter(), self.graphs
+        start, count = time.perf_counter(), self.graphs
         rows = "several rows" if several else "one row"
         logger.info("%s: compiling %s over %s, once", self.name, what, rows)
         self._warming = True
@@ -89,7 +89,7 @@ class CompiledFunctions:
             self._warming = False
         self.ready.add(several)
         seconds = time.perf_counter() - start
-        logger.info("%d graphs compiled for %s over %s in %.1f s", self.graphs - before, what, rows, seconds)
+        logger.info("%d graphs compiled for %s over %s in %.1f s", self.graphs - count, what, rows, seconds)
 
     def refuse(self, why: str) -> None:
         """Disable compilation and warn."""
@@ -148,7 +148,7 @@ class CompiledPasses(CompiledFunctions):
 
     def _warm_up(self, several: bool, state: State, cold: Callable[[Any, Draft], Any]) -> None:
         """Compile both graphs for this number of rows, and compare a pass of each with the model's own."""
-        with self.warming(several, "passes"):
+        with self.warm_up(several, "passes"):
             for nodes in (1, next(n for n in NODES if n != len(state.rows))):
                 draft = dummy(state.pending, nodes)
                 want, got = (cold(model, draft).float() for model in (self.stock, self.view))

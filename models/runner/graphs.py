@@ -60,7 +60,7 @@ class GraphedForward(GraphBufferPool):
                 self.forget()
 
     def run(
-        self, state: State, tree: Tree, given: Sequence[Tensor], forward: Forward, eager: Callable[[], Tensor]
+        self, state: State, tree: Tree, inputs: Sequence[Tensor], forward: Forward, eager: Callable[[], Tensor]
     ) -> list[Tensor | None] | None:
         """Run `forward` in a recording, after the request's slots, and return its outputs, (R, N, ...) each. Returns
         None if the pass must run eagerly. A new recording is compared with the result of `eager`.
@@ -68,17 +68,17 @@ class GraphedForward(GraphBufferPool):
         slots: SlotCache = state.cache.slots
         nodes = capacity(tree.size)
         room = self.bucket(slots.length + nodes)
-        record = self.recorder(given[0].device)
+        record = self.recorder(inputs[0].device)
         if self.refused or record is None or room is None or not (self.recordings or self.due(state.request)):
             return None
-        if self.decoder.training or torch.is_autocast_enabled(given[0].device.type):
+        if self.decoder.training or torch.is_autocast_enabled(inputs[0].device.type):
             return None
-        with REPLAYING, torch.cuda.device_of(given[0]):
+        with REPLAYING, torch.cuda.device_of(inputs[0]):
             try:
-                stores = self._stores(slots, room, stream(given[0].device))
+                stores = self._stores(slots, room, stream(inputs[0].device))
                 start_R = self.masks.backend.first_slots(slots)
-                attn_metadata = [*given, *self._attn_metadata(slots, stores, tree, start_R)]
-                unmasked, kinds = start_R is not None, [(x.shape[2:], x.dtype) for x in given]
+                attn_metadata = [*inputs, *self._attn_metadata(slots, stores, tree, start_R)]
+                unmasked, kinds = start_R is not None, [(x.shape[2:], x.dtype) for x in inputs]
                 key = (stores.number, len(slots.lengths), nodes, len(attn_metadata), unmasked, *kinds)
                 recording = self.recordings.pop(key, None)
                 if recording is not None:
@@ -86,7 +86,7 @@ class GraphedForward(GraphBufferPool):
                     recording.replay()
                 elif self.due(state.request):
                     recording = self._record(
-                        record, state.cache, stores, nodes, attn_metadata, len(given), unmasked, forward, eager
+                        record, state.cache, stores, nodes, attn_metadata, len(inputs), unmasked, forward, eager
                     )
                 else:
                     return None
@@ -109,11 +109,11 @@ class GraphedForward(GraphBufferPool):
             )
             slots.lease = None
 
-    def _stores(self, slots: SlotCache, wanted: int, queue: int) -> KVBuffers:
-        """Return the stores of a request, with room for `wanted` slots, and move its tensors there if necessary."""
-        kept, half, rows = slots.lease, len(slots.keys), len(slots.lengths)
-        slots.lease, views = self.acquire(kept, [*slots.keys, *slots.values], 2, slots.length, wanted, queue)
-        if slots.lease is not kept:
+    def _stores(self, slots: SlotCache, slots_needed: int, queue: int) -> KVBuffers:
+        """Return stores with room for `slots_needed` slots, and move the tensors of a request there if necessary."""
+        lease, half, rows = slots.lease, len(slots.keys), len(slots.lengths)
+        slots.lease, views = self.acquire(lease, [*slots.keys, *slots.values], 2, slots.length, slots_needed, queue)
+        if slots.lease is not lease:
             slots.keys, slots.values = views[:half], views[half:]
             slots.spare, slots.lean = slots.lease.stores.kind[0] - rows, False
         return slots.lease.stores
@@ -139,7 +139,7 @@ class GraphedForward(GraphBufferPool):
         nodes: int,
         attn_metadata: list[Tensor],
         count: int,
-        told: bool,
+        unmasked: bool,
         forward: Forward,
         eager: Callable[[], Tensor],
     ) -> Recording:
@@ -153,17 +153,17 @@ class GraphedForward(GraphBufferPool):
         inputs = [x.clone(memory_format=torch.contiguous_format) for x in inputs]
         rows = len(cache.slots.lengths)
         # its own cache has another length on the host than the request's, which exposes any dependence on that below
-        scratch = cache.over(stores.tensors, rows, 1 if cache.slots.length != 1 else 2)
+        scratch = cache.with_stores(stores.tensors, rows, 1 if cache.slots.length != 1 else 2)
 
         def call() -> Sequence[Tensor | None]:
-            given, (depth, ancestor, length, *last) = inputs[:count], inputs[count:]
+            node_inputs, (depth, ancestor, length, *last) = inputs[:count], inputs[count:]
             # tensors made outside the call, other than inputs and stores, would be freed after recording
             scratch.slots.open_at(length[:, None] + torch.arange(nodes, device=length.device), stores.slots)
-            if told:
+            if unmasked:
                 attention = self.masks.unmasked(DraftLayout(length, last[0], ancestor, self.masks.backend))
             else:
                 attention = self.masks.whole(ancestor, depth, length, last[0] if last else None, stores.slots)
-            return forward(scratch, attention, *given)
+            return forward(scratch, attention, *node_inputs)
 
         recording = Recording(inputs, *record(call))
         recording.replay()
@@ -180,8 +180,8 @@ class GraphedForward(GraphBufferPool):
         names = {id(module): name for name, module in named.items()}
         inner, head = names.get(id(self.decoder), ""), names.get(id(self._head()))
         for name, module in named.items():
-            within = not (name and inner) or f"{name}.".startswith(f"{inner}.") or f"{inner}.".startswith(f"{name}.")
-            if (within or name == head) and any(not _ours(hook) for hook in foreign(module)):
+            nested = not (name and inner) or f"{name}.".startswith(f"{inner}.") or f"{inner}.".startswith(f"{name}.")
+            if (nested or name == head) and any(not _ours(hook) for hook in foreign(module)):
                 return name or self.name
         return ""
 

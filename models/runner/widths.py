@@ -6,7 +6,7 @@ depends on the rest of the pass in three ways, each of which is fixed here or in
 * Products. A matrix product may sum along its inner dimension in another order for another number of rows, but not for
   other values in the other rows or for another place. So a pass is padded to a number of rows whose products agree bit
   for bit with those of `REFERENCE` rows (`PassWidths.pad`). Larger products that don't agree, as those of more than 32
-  rows in bfloat16 on CPUs with AMX, are computed in parts (`agreeing`).
+  rows in bfloat16 on CPUs with AMX, are computed in parts (`in_parts`).
 * Attention. Its sums run over keys, in blocks that depend on the number of keys: on a CPU in blocks of 512, the last of
   which is split once more for 384 and 512 keys but not for 256. Masked keys have weight 0, and adding 0 changes no sum,
   so a pass sees a multiple of `STEP` keys that is split like longer ones (`PassWidths.extent`). The number of queries
@@ -139,9 +139,9 @@ class PassWidths:
 
     def _splits(self, extent: int) -> bool:
         """Return whether sums over keys are split like those of the next whole block."""
-        seen, whole = extent - REFERENCE, (extent // BLOCK + 1) * BLOCK
+        visible, whole = extent - REFERENCE, (extent // BLOCK + 1) * BLOCK
         return all(
-            self._compare((*heads, seen, extent, REFERENCE), (*heads, seen, whole, REFERENCE), _attention)
+            self._compare((*heads, visible, extent, REFERENCE), (*heads, visible, whole, REFERENCE), _attention)
             for heads in self.heads
         )
 
@@ -154,7 +154,7 @@ class PassWidths:
             if (*where, same) not in _known:
                 _known[*where, same] = function(same, self.dtype, self.device)[:SAMPLES].clone()
             result = function(of, self.dtype, self.device)
-            _known[key] = torch.equal(result, _tiled(_known[*where, same], len(result)))
+            _known[key] = torch.equal(result, _tile(_known[*where, same], len(result)))
         return _known[key]
 
 
@@ -183,7 +183,7 @@ class ProductsInParts(TorchFunctionMode):
         return torch.cat([*parts, product(rows_MX[-most:])[most - rest :]] if rest else parts)
 
 
-def agreeing(widths: PassWidths | None, rows: int) -> AbstractContextManager[object]:
+def in_parts(widths: PassWidths | None, rows: int) -> AbstractContextManager[object]:
     """Return a context for a pass whose products have `rows` rows, in which they agree with those of fewer rows."""
     return nullcontext() if widths is None or (most := widths.part(rows)) == rows else ProductsInParts(most)
 
@@ -200,7 +200,7 @@ def _random(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-def _tiled(values: Tensor, rows: int) -> Tensor:
+def _tile(values: Tensor, rows: int) -> Tensor:
     """Repeat the rows cyclically to `rows` rows."""
     return values[torch.arange(rows, device=values.device) % len(values)]
 
@@ -211,8 +211,8 @@ def _product(of: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     outer = min(outer, OUTPUTS) if device.type == "cpu" else outer
     order = _random(inner).argsort()
     weight, x = _random(64, (inner + 1) // 2), _random(SAMPLES, (inner + 1) // 2)
-    weight = _tiled(torch.cat([weight, weight], dim=1)[:, order].to(device, dtype), outer)
-    x = _tiled(torch.cat([x, -x], dim=1)[:, order].to(device, dtype), rows)
+    weight = _tile(torch.cat([weight, weight], dim=1)[:, order].to(device, dtype), outer)
+    x = _tile(torch.cat([x, -x], dim=1)[:, order].to(device, dtype), rows)
     added = torch.zeros(outer, dtype=dtype, device=device) if bias else None
     if not turned:
         return F.linear(x[None], weight, added)[0]
@@ -221,22 +221,22 @@ def _product(of: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 def _attention(of: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Compute attention (nodes, keys * groups * size) that is zero but for rounding: each key occurs twice, with values
-    of opposite signs. Only the first `seen` keys are not masked.
+    of opposite signs. Only the first `visible` keys are not masked.
     """
-    keys, groups, size, seen, extent, nodes = of
+    keys, groups, size, visible, extent, nodes = of
     pairs = (size + 1) // 2
-    order_S, order_E = _random(seen).argsort(), _random(2 * pairs).argsort()
+    order_S, order_E = _random(visible).argsort(), _random(2 * pairs).argsort()
     key, value = torch.zeros(2, 1, keys, extent, size)
     # scores cancel too: large numbers make their rounding errors visible after the softmax
-    half_key, half_query = LARGE * _random(keys, seen // 2, pairs), LARGE * _random(SAMPLES, keys * groups, pairs)
-    half_value = _random(keys, seen // 2, size)
-    key[0, :, :seen] = half_key.repeat(1, 2, 2)[:, order_S][..., order_E][..., :size]
-    value[0, :, :seen] = torch.cat([half_value, -half_value], dim=1)[:, order_S]
+    half_key, half_query = LARGE * _random(keys, visible // 2, pairs), LARGE * _random(SAMPLES, keys * groups, pairs)
+    half_value = _random(keys, visible // 2, size)
+    key[0, :, :visible] = half_key.repeat(1, 2, 2)[:, order_S][..., order_E][..., :size]
+    value[0, :, :visible] = torch.cat([half_value, -half_value], dim=1)[:, order_S]
     query = torch.cat([half_query, -half_query], dim=-1)[..., order_E][..., :size]
-    query = _tiled(query, nodes).transpose(0, 1)[None]
+    query = _tile(query, nodes).transpose(0, 1)[None]
     query, key, value = (x.to(device, dtype) for x in (query, key, value))
     mask = torch.full((1, 1, groups * nodes, extent), torch.finfo(dtype).min, dtype=dtype, device=device)
-    mask[..., :seen] = 0
+    mask[..., :visible] = 0
     if groups > 1:
         out = folded_attention(query, key, value, mask, None)
     else:

@@ -49,11 +49,11 @@ class BitQuantizer(ScaleQuantizer):
 
     def encode(self, features: Tensor, scales: ScaleSizes) -> Tensor:
         """Encode features to bits (B, T): for each map, the signs of the residual averaged on its grid."""
-        bits, left = [], features
+        bits, residual = [], features
         for k in range(len(scales)):
-            at = left if k == len(scales) - 1 else F.interpolate(left, size=self.grid(k, scales), mode="area")
+            at = residual if k == len(scales) - 1 else F.interpolate(residual, size=self.grid(k, scales), mode="area")
             bits.append(self.rows((at > 0).long()).flatten(1))
-            left = left - self.part(k, scales, bits[-1])
+            residual = residual - self.part(k, scales, bits[-1])
         return torch.cat(bits, dim=1)
 
 

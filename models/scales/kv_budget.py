@@ -114,11 +114,11 @@ class BudgetedCache:
         raise ValueError("scales: got rows at different scales, expected one scale for all.")
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        store, before = self.stores[layer], self.bytes
+        store, size = self.stores[layer], self.bytes
         keys, values = k.contiguous(), v.contiguous()  # a view would keep the layer's other projections alive
         if store is not None:
             keys, values = torch.cat([store[0], k], dim=2), torch.cat([store[1], v], dim=2)
-        self.peak = max(self.peak, before + k.nbytes + v.nbytes)
+        self.peak = max(self.peak, size + k.nbytes + v.nbytes)
         out = F.scaled_dot_product_attention(q, keys, values, scale=1.0)
         if self.scale == len(self.scales) - 1:
             self.stores[layer] = self.places[layer] = None  # nothing follows
@@ -135,10 +135,10 @@ class BudgetedCache:
         """Return the positions (R, H, M) in the cache, with the latest scale's at the end."""
         begin, end = self.scales.begins[self.scale], self.scales.begins[self.scale + 1]
         fresh = torch.arange(begin, end, device=q.device).expand(*q.shape[:2], -1)
-        known = self.places[layer]
-        if known is None:
+        places = self.places[layer]
+        if places is None:
             return torch.arange(end, device=q.device).expand(*q.shape[:2], -1)
-        return torch.cat([known, fresh], dim=2)
+        return torch.cat([places, fresh], dim=2)
 
     def _drop(self, layer: int, budget: int, q: Tensor) -> None:
         store = self.stores[layer]
@@ -172,8 +172,8 @@ def centres(grid: tuple[int, int], window: int) -> tuple[int, ...]:
     high = min(rows, math.isqrt(window))
     wide = min(columns, window // high)
     sides = (rows, high), (columns, wide)
-    down, across = ([int((i + 0.5) * side / parts) for i in range(parts)] for side, parts in sides)
-    return tuple(i * columns + j for i in down for j in across)
+    down, right = ([int((i + 0.5) * side / parts) for i in range(parts)] for side, parts in sides)
+    return tuple(i * columns + j for i in down for j in right)
 
 
 def pool_scores(score_RHM: Tensor, places_RHM: Tensor, scales: ScaleSizes, scale: int) -> Tensor:
@@ -183,8 +183,8 @@ def pool_scores(score_RHM: Tensor, places_RHM: Tensor, scales: ScaleSizes, scale
     present = score_RHM.new_zeros(size).scatter(2, places_RHM, 1.0)
     parts = []
     sizes = scales.sizes[: scale + 1]
-    for grid, values, known in zip(scales.grids, dense.split(sizes, dim=2), present.split(sizes, dim=2)):
-        total, count = (F.avg_pool2d(x.unflatten(2, grid), POOL, 1, POOL // 2) for x in (values, known))
+    for grid, values, mask in zip(scales.grids, dense.split(sizes, dim=2), present.split(sizes, dim=2)):
+        total, count = (F.avg_pool2d(x.unflatten(2, grid), POOL, 1, POOL // 2) for x in (values, mask))
         parts.append((total / count.clamp(min=torch.finfo(count.dtype).tiny)).flatten(2))
     return torch.cat(parts, dim=2).gather(2, places_RHM)
 

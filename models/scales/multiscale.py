@@ -122,12 +122,12 @@ class Quantizer(ScaleQuantizer):
         """Yield, for each map: the residual of the earlier maps on its grid (B, S, c), the nearest codes (B, S), and
         their contribution (B, c, H, W).
         """
-        left = features
+        residual = features
         for k in range(len(scales)):
-            at_BSc = self.shrink(left, k, scales) if k < len(scales) - 1 else left.flatten(2).transpose(1, 2)
+            at_BSc = self.shrink(residual, k, scales) if k < len(scales) - 1 else residual.flatten(2).transpose(1, 2)
             codes_BS = torch.cdist(at_BSc.float(), self.embedding.weight.float()[None]).argmin(-1)
             part = self.part(k, scales, codes_BS)
-            left = left - part.detach()
+            residual = residual - part.detach()
             yield at_BSc, codes_BS, part
 
     def encode(self, features: Tensor, scales: ScaleSizes) -> Tensor:

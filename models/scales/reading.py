@@ -41,11 +41,11 @@ class ConditionState:
     def __init__(self, net: NextScale, quantizer: ScaleQuantizer, condition: Any, images: int, cache: Any = None):
         self.net = net
         self.quantizer, self.scales = quantizer, net.config.scales
-        self.given = self.net.given(condition)
+        self.given = self.net.embed_condition(condition)
         self.cache = ScaleCache(self.scales, net.config.depth) if cache is None else cache
         self.count = [0] * images  # maps read per image
         self.features = quantizer.blank(images, self.scales, net.device)
-        self.begun = False
+        self.logits_function = False
         self.after: list[Tensor] = []  # features after each node of the latest pass
 
     @property
@@ -63,27 +63,27 @@ class ConditionState:
         """
         nodes = 0 if value_BNS is None else value_BNS.shape[1]
         groups = self._groups()
-        after = [torch.empty_like(self.features) for _ in range(nodes)]
+        features = [torch.empty_like(self.features) for _ in range(nodes)]
         inputs: list[tuple[int, list[int] | None, Tensor, int]] = []  # first scale, images, (R, Q, C), scales
         for count, images in groups:
-            x_RQC, number = self._inputs(count, images, value_BNS, after)
-            inputs.append((count + 1 if self.begun else 0, images, x_RQC, number))
-        self.after = after
+            x_RQC, number = self._inputs(count, images, value_BNS, features)
+            inputs.append((count + 1 if self.logits_function else 0, images, x_RQC, number))
+        self.after = features
         x_RQC, places = self._open(inputs)
         hidden = self.net(x_RQC, self.given, self.cache.attend, places)
         out = []
         for first, images, x, number in inputs:
-            own, given = hidden, self.given
+            own, condition = hidden, self.given
             if images is not None:
                 rows = to_device(self._rows(images), hidden.device)
-                own, given = hidden[rows, : x.shape[1]], given[rows]
-            kept = self.scales.sizes[first : first + number]
+                own, condition = hidden[rows, : x.shape[1]], condition[rows]
+            sizes = self.scales.sizes[first : first + number]
             if last and number:
-                first, kept, own = first + number - 1, kept[-1:], own[:, -kept[-1] :]
-            logits = self.net.logits(own, given).split(kept, dim=1) if number else ()
+                first, sizes, own = first + number - 1, sizes[-1:], own[:, -sizes[-1] :]
+            logits = self.net.logits(own, condition).split(sizes, dim=1) if number else ()
             codes = self.net.config.codes  # a position's codes are adjacent
             out.append(DistanceGroup(images, first, [part.unflatten(2, (-1, codes)).flatten(1, 2) for part in logits]))
-        self.begun = True
+        self.logits_function = True
         return out
 
     def keep(self, counts: list[int]) -> None:
@@ -124,15 +124,15 @@ class ConditionState:
         return [copy * len(self.count) + b for copy in range(self.copies) for b in images]
 
     def _inputs(
-        self, count: int, images: list[int] | None, value_BNS: Tensor | None, after: list[Tensor]
+        self, count: int, images: list[int] | None, value_BNS: Tensor | None, outputs: list[Tensor]
     ) -> tuple[Tensor, int]:
-        """Return inputs (R, Q, C) of a group's next scales and the number of scales; fill its rows of `after`."""
+        """Return inputs (R, Q, C) of a group's next scales and the number of scales; fill its rows of `outputs`."""
         features, value, at = self.features, value_BNS, None
         if images is not None:
             at = to_device(images, features.device)
             features, value = features[at], None if value_BNS is None else value_BNS[at]
         parts: list[Tensor] = []
-        for n, full in enumerate(after):
+        for n, full in enumerate(outputs):
             assert value is not None
             scale = count + n
             if scale < len(self.scales):
@@ -142,12 +142,12 @@ class ConditionState:
             if scale + 1 < len(self.scales):
                 parts.append(self.quantizer.shrink(features, scale + 1, self.scales))
         begin, copies = self.scales.begins[min(count + 1, len(self.scales))], self.copies
-        inputs = [] if self.begun else [self.net.first(self.given)]
+        inputs = [] if self.logits_function else [self.net.first(self.given)]
         if parts:
             inputs.append(self.net.embed(torch.cat(parts, dim=1), begin).repeat(copies, 1, 1))
         if not inputs:
             inputs = [self.net.pos_start.new_zeros(copies * len(features), 0, self.net.config.width)]
-        return torch.cat(inputs, dim=1), len(parts) + (not self.begun)
+        return torch.cat(inputs, dim=1), len(parts) + (not self.logits_function)
 
     def _open(self, inputs: list[tuple[int, list[int] | None, Tensor, int]]) -> tuple[Tensor, Tensor]:
         """Combine inputs (R, Q, C) of all images, return them with their places (R|1, Q), and open the cache."""

@@ -187,8 +187,8 @@ def check_alike(name: str, other: NextScale, model: NextScale) -> None:
     for what in model.config.ALIKE:
         got, want = getattr(other.config, what), getattr(model.config, what)
         if got != want:
-            shown = (list(v.sizes) if isinstance(v, ScaleSizes) else v for v in (got, want))
-            raise ValueError("{}: got {} {}, expected {} as in the model".format(name, what, *shown))
+            values = (list(v.sizes) if isinstance(v, ScaleSizes) else v for v in (got, want))
+            raise ValueError("{}: got {} {}, expected {} as in the model".format(name, what, *values))
 
 
 class ScaleTarget(Target):
@@ -208,7 +208,7 @@ class ScaleTarget(Target):
         """Start a request whose `inputs` are the family's prompt. Scores: distributions (B, 1) of the first scale."""
         prompt = request.inputs
         first = self.family.refiner if self.family.handover == 0 else None
-        reading = self.reading(prompt, request.sampling, first or self.model)
+        reading = self.initial_state(prompt, request.sampling, first or self.model)
         images, size = len(prompt), max(self.family.sizes)
         state = State(
             request,
@@ -223,7 +223,7 @@ class ScaleTarget(Target):
     def fix_widths(self) -> None:
         """Images are drawn one at a time then, with drafts of one length."""
 
-    def reading(self, prompt: Any, sampling: Sampling, model: NextScale) -> ConditionState:
+    def initial_state(self, prompt: Any, sampling: Sampling, model: NextScale) -> ConditionState:
         """Return the initial state of a model for a prompt."""
         cache: ScaleCache | BudgetedCache | None = None
         quantizer, rows = self.family.codec.quantize, prompt.rows(sampling.guidance != 1.0)
@@ -255,11 +255,11 @@ class ScaleTarget(Target):
         assert self.family.refiner is not None
         assert isinstance(state.output, ScaleBuffer)
         maps_BNS = torch.stack([state.output.maps(row) for row in state.rows])
-        prompt, before = state.request.inputs.of(state.rows), state.cache.cache.bytes
-        state.cache = reading = self.reading(prompt, state.request.sampling, self.family.refiner)
+        prompt, size = state.request.inputs.of(state.rows), state.cache.cache.bytes
+        state.cache = reading = self.initial_state(prompt, state.request.sampling, self.family.refiner)
         groups = reading.read(maps_BNS, last=True)
         reading.pass_over(maps_BNS.shape[1] - 1)
-        state.trace.memory["freed"] = before
+        state.trace.memory["freed"] = size
         self._report(state)
         return groups
 

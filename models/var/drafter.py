@@ -105,11 +105,11 @@ class SmallVAR(Drafter):
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep the state of accepted scales; queue the others and the next one."""
         memory: SmallVARState = state.memory
-        lengths, read = [len(path) for path in outcome.path], len(memory.marks)
-        if read:
-            memory.reading.back([memory.marks[min(n, read) - 1] for n in lengths])
+        lengths, count = [len(path) for path in outcome.path], len(memory.marks)
+        if count:
+            memory.reading.back([memory.marks[min(n, count) - 1] for n in lengths])
         memory.unread = [
-            [*unread, *draft.value[b, max(1, read) : n], verdict.next[b]]
+            [*unread, *draft.value[b, max(1, count) : n], verdict.next[b]]
             for b, (unread, n) in enumerate(zip(memory.unread, lengths))
         ]
         memory.marks = []

@@ -60,14 +60,14 @@ class VARBlock(nn.Module):
         else:
             self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
 
-    def forward(self, x_RQC: Tensor, given: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+    def forward(self, x_RQC: Tensor, condition: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
         """Run the block.
 
         Args:
-            given: The class (R, C), or the shared modulation (R, 1, 6, C).
+            condition: The class (R, C), or the shared modulation (R, 1, 6, C).
         """
-        shared = given.dim() == 4
-        parts = self.ada_gss + given if shared else self.ada_lin(given).unflatten(-1, (6, -1))[:, None]
+        shared = condition.dim() == 4
+        parts = self.ada_gss + condition if shared else self.ada_lin(condition).unflatten(-1, (6, -1))[:, None]
         gamma1, gamma2, scale1, scale2, shift1, shift2 = parts.unbind(dim=2)
         x_RQC = x_RQC + self.attn(norm(x_RQC) * (scale1 + 1) + shift1, attend) * gamma1
         return x_RQC + self.ffn(norm(x_RQC) * (scale2 + 1) + shift2) * gamma2
@@ -97,7 +97,7 @@ class VAR(NextScale):
         self.level_L: Tensor
         self.register_buffer("level_L", torch.tensor(scales.levels), persistent=False)
 
-    def given(self, classes_R: Tensor) -> Tensor:
+    def embed_condition(self, classes_R: Tensor) -> Tensor:
         """Return embedded classes (R, C)."""
         return self.class_emb(classes_R)
 

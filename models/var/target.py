@@ -44,25 +44,25 @@ class VARImages(ScaleImages):
         settings: GenerationConfig | None = None,
     ):
         refined: Any = refiner
-        kept: Any = budget
+        shares: Any = budget
         if isinstance(model, VARImageModel):
             refined, self.labels = small(refiner, model), tuple(model.config.labels)
             if budget is not None and not isinstance(budget, CacheBudget):
-                kept = calibrate_budget(model, float(budget))
-        super().__init__(model, processor, codec, ramp, refined, handover, kept, settings)
+                shares = calibrate_budget(model, float(budget))
+        super().__init__(model, processor, codec, ramp, refined, handover, shares, settings)
 
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
     ) -> Any:
         count = self.model.config.classes
         classes = class_numbers(texts, count, "prompt", self.labels)
-        against = torch.full((len(texts),), count)
+        unconditional = torch.full((len(texts),), count)
         if negative is not None:
             with_words = [b for b, text in enumerate(negative) if text.strip()]
             if with_words:
                 others = [negative[b] for b in with_words]
-                against[with_words] = class_numbers(others, count, "negative_prompt", self.labels)
-        return ScalePrompt(classes.to(self.model.device), against.to(self.model.device))
+                unconditional[with_words] = class_numbers(others, count, "negative_prompt", self.labels)
+        return ScalePrompt(classes.to(self.model.device), unconditional.to(self.model.device))
 
 
 def small(other: VARImageModel | VAR | str | None, model: VARImageModel) -> Any:

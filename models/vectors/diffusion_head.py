@@ -75,13 +75,13 @@ def schedule(count: int, learned: bool = False, total: int = 1000, noisy: bool =
     # sums as in the published code: products would round ties differently
     times = torch.tensor([0.0, *[stride] * (count - 1)], dtype=torch.float64).cumsum(dim=0).round().long()
     level = cosine_levels(total)[times]  # rising in noise
-    before = torch.cat([level.new_ones(1), level[:-1]])
-    beta = 1 - level / before
-    posterior = beta * (1 - before) / (1 - level)
+    previous = torch.cat([level.new_ones(1), level[:-1]])
+    beta = 1 - level / previous
+    posterior = beta * (1 - previous) / (1 - level)
     low = torch.cat([posterior[1:2], posterior[1:]]).log() / 2  # the last step's own deviation would be zero
     high = beta.log() / 2 if learned else low
-    keep = (1 - before) * (1 - beta).sqrt() / (1 - level)
-    move = beta * before.sqrt() / (1 - level)
+    keep = (1 - previous) * (1 - beta).sqrt() / (1 - level)
+    move = beta * previous.sqrt() / (1 - level)
     keep, move, low, high = (part.flip(0).float() for part in (keep, move, low, high))
     steps = DenoisingSteps(keep, move, low, high if learned else low, noisy)
     return Schedule(steps, times.flip(0), level.sqrt().flip(0), (1 - level).sqrt().flip(0))

@@ -93,8 +93,8 @@ def _forecast(steps: DenoisingSteps, window: int) -> Forecast:
         noise[..., k] = 1.0
         for column, now in zip(columns, (point, mean, noise)):
             column.append(now)
-    ends, means, drawn = (torch.stack(column, dim=2) for column in columns)
-    return Forecast(of_x, of_mean, keep_GS, move_GS, ends, means, drawn, move_S**2 / variance_S)
+    ends, means, normals = (torch.stack(column, dim=2) for column in columns)
+    return Forecast(of_x, of_mean, keep_GS, move_GS, ends, means, normals, move_S**2 / variance_S)
 
 
 class DraftTrajectories(NamedTuple):
@@ -176,39 +176,39 @@ def run(
         zero, start, on_draft, torch.zeros_like(start), zero, errors, torch.full_like(zero, width)
     )
     alive = list(range(count))
-    chosen: Tensor | None = None  # indices of unfinished chains; None: all
+    unfinished: Tensor | None = None  # indices of unfinished chains; None: all
     own, path = numbers, drafted
     following, close = drafted is not None, False
     while alive:
         guide = path if following or close else None
-        chains = advance(distribution, chains, own, guide, chosen, width, window, merge if close else 0)
+        chains = advance(distribution, chains, own, guide, unfinished, width, window, merge if close else 0)
         there = zero[: len(alive)] if path is None else path.there.long()
         state = torch.stack([chains.step, chains.on_draft.long(), there, chains.reach])
-        done, met, drafts, reaches = state.tolist()
+        counts, met, drafts, reaches = state.tolist()
         following = any(met)
-        close = any(t and not m and n + window > steps - merge for n, m, t in zip(done, met, drafts))
+        close = any(t and not m and n + window > steps - merge for n, m, t in zip(counts, met, drafts))
         width = max(reaches)
-        over = [c for c, n in enumerate(done) if n == steps]
-        if not over:
+        finished = [c for c, n in enumerate(counts) if n == steps]
+        if not finished:
             continue
-        at = to_device(over, device)
-        places = to_device([alive[c] for c in over], device)
+        at = to_device(finished, device)
+        places = to_device([alive[c] for c in finished], device)
         ends[places], equal[places] = chains.x[at], chains.on_draft[at]
         last: dict[int, int] = {}  # per row, the first node that did not end at its draft
-        for c in over:
+        for c in finished:
             if not met[c]:
                 row, node = divmod(alive[c], nodes)
                 last[row] = min(node, last.get(row, nodes))
-        gone = set(over)
+        gone = set(finished)
         keep = [
             c for c, place in enumerate(alive) if c not in gone and place % nodes <= last.get(place // nodes, nodes)
         ]
-        alive, kept = [alive[c] for c in keep], to_device(keep, device)
+        alive, keep_M = [alive[c] for c in keep], to_device(keep, device)
         if alive:
-            chosen = to_device(alive, device)
-            chains = chains.select(kept)
-            own = TrajectoryNumbers(*(part[chosen] for part in numbers))
-            path = None if drafted is None else DraftTrajectories(*(part[chosen] for part in drafted))
+            unfinished = to_device(alive, device)
+            chains = chains.select(keep_M)
+            own = TrajectoryNumbers(*(part[unfinished] for part in numbers))
+            path = None if drafted is None else DraftTrajectories(*(part[unfinished] for part in drafted))
     return ends, equal
 
 
@@ -227,15 +227,15 @@ def advance(
     place = torch.arange(width, device=chains.step.device)
     index = (chains.step[:, None] + place).clamp(max=len(steps) - 1)
     own = proposals(steps, chains, index, numbers, drafted, place == reach_M1 - 1, merge)
-    before = torch.cat([chains.x[:, None], own.points[:, :-1]], dim=1)
-    mean, log_sigma, value = distribution.kernel(before, index, chosen)
+    points = torch.cat([chains.x[:, None], own.points[:, :-1]], dim=1)
+    mean, log_sigma, value = distribution.kernel(points, index, chosen)
     uniform = at_steps(numbers.uniforms[..., 0], index)
     if steps.fixed:
-        drawn, same = reflection_coupling(own.normal, own.mean, mean, log_sigma, uniform)
+        sampled, same = reflection_coupling(own.normal, own.mean, mean, log_sigma, uniform)
         if drafted is not None:  # deviations differ, so an exact draw is never the same point
             same = same & (own.log_sigma == log_sigma).all(dim=-1)
     else:
-        drawn, same = candidate_coupling(
+        sampled, same = candidate_coupling(
             own.points,
             own.mean,
             own.log_sigma,
@@ -248,12 +248,12 @@ def advance(
     kept_M1 = same.long().cumprod(dim=1).sum(dim=1, keepdim=True)
     moved_M1 = torch.minimum(kept_M1 + 1, reach_M1)
     stays_M1, last = same.gather(1, moved_M1 - 1), (moved_M1 - 1)[..., None].expand(-1, 1, mean.shape[-1])
-    x = torch.where(stays_M1, own.points.gather(1, last)[:, 0], drawn.gather(1, last)[:, 0])
+    x = torch.where(stays_M1, own.points.gather(1, last)[:, 0], sampled.gather(1, last)[:, 0])
     on_draft = (stays_M1 & own.on_draft.gather(1, moved_M1 - 1))[:, 0]
     step = chains.step + moved_M1[:, 0]
     reach = torch.minimum((MORE * moved_M1[:, 0]).clamp(max=window), len(steps) - step)
     return ActiveTrajectories(
-        step, x, on_draft, *update_forecast(steps, chains, index, before, value, moved_M1, place), reach
+        step, x, on_draft, *update_forecast(steps, chains, index, points, value, moved_M1, place), reach
     )
 
 
@@ -332,20 +332,20 @@ def merging(
     log_sigmas = torch.where(near[..., None], on.log_sigma, away.log_sigma)
     x, met, ahead = chains.x, torch.zeros_like(chains.on_draft), forecast(steps)
     keeps, moves = (part[chains.spread[:, None], index] for part in (ahead.keep, ahead.move))
-    made = []
+    columns = []
     for k in range(index.shape[1]):
         mean = keeps[:, k, None] * x + moves[:, k, None] * chains.mean
         log_sigma, close = log_sigmas[:, k], near[:, k]
-        drawn, same = reflection_coupling(on.normal[:, k], on.mean[:, k], mean, log_sigma, uniform[:, k])
+        sampled, same = reflection_coupling(on.normal[:, k], on.mean[:, k], mean, log_sigma, uniform[:, k])
         ends = final[:, k]
         same = (same | ends) & close
-        drawn = torch.where(close[:, None], drawn, torch.addcmul(mean, log_sigma.exp(), away.normal[:, k]))
+        sampled = torch.where(close[:, None], sampled, torch.addcmul(mean, log_sigma.exp(), away.normal[:, k]))
         own = met | (same & ends)
         mean = torch.where(own[:, None], on.mean[:, k], mean)
         met = met | same
-        x = torch.where(met[:, None], on.points[:, k], drawn)
-        made.append((x, (x - mean) * (-log_sigma).exp(), mean, log_sigma, met))
-    return Proposals(*(torch.stack(column, dim=1) for column in zip(*made)))
+        x = torch.where(met[:, None], on.points[:, k], sampled)
+        columns.append((x, (x - mean) * (-log_sigma).exp(), mean, log_sigma, met))
+    return Proposals(*(torch.stack(column, dim=1) for column in zip(*columns)))
 
 
 def at_steps(values: Tensor, index: Tensor) -> Tensor:
@@ -370,10 +370,10 @@ def reflection_coupling(
     """
     sigma = log_sigma.exp()
     shift = (other - mean) / sigma
-    along = (normal * shift).sum(dim=-1)
+    projection = (normal * shift).sum(dim=-1)
     squared = (shift * shift).sum(dim=-1)
-    same = uniform <= -(along + squared / 2)  # log density ratio at the point
-    mirror = normal - 2 * (along / squared.clamp(min=TINY))[..., None] * shift
+    same = uniform <= -(projection + squared / 2)  # log density ratio at the point
+    mirror = normal - 2 * (projection / squared.clamp(min=TINY))[..., None] * shift
     return torch.addcmul(mean, sigma, mirror), same
 
 
@@ -404,8 +404,8 @@ def candidate_coupling(
     """
     draws = mean[..., None, :] + log_sigma.exp()[..., None, :] * candidates
     ratio, ratios = log_ratios(point, draws, other, log_other, mean, log_sigma)
-    same, taken = select_candidate(uniform <= ratio, chances <= ratios)
-    return candidate(draws, taken), same
+    same, index = select_candidate(uniform <= ratio, chances <= ratios)
+    return candidate(draws, index), same
 
 
 def log_ratios(

@@ -17,7 +17,7 @@ from torch import Tensor
 from visspec import sampling
 from visspec.distributions import categorical
 from visspec.sampling import Gumbel
-from visspec.tree import above, paths, roots
+from visspec.tree import parents_of, paths, roots
 from visspec.types import Acceptance, Draft, RuleTraits, Scores, Tree, Verdict
 
 
@@ -53,7 +53,7 @@ def follow(draft: Draft, chosen_BN: Tensor) -> Verdict:
         index = torch.arange(tree.size, device=chosen_BN.device)
         path_BD = torch.where(index < length_B[:, None], index, -1)
         return Verdict(path_BD, length_B, chosen_BN.gather(1, length_B[:, None] - 1)[:, 0])
-    agreed = draft.value == chosen_BN.gather(1, above(tree).expand_as(draft.value))
+    agreed = draft.value == chosen_BN.gather(1, parents_of(tree).expand_as(draft.value))
     if draft.real is not None:
         agreed &= draft.real
     return deepest(tree, agreed | roots(tree), chosen_BN)

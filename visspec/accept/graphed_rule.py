@@ -50,11 +50,11 @@ class GraphedRule(Recordings, Acceptance):
         if record is None:
             return self.rule(draft, scores, noise)
         tree = draft.tree
-        given = [draft.value, tree.parent, tree.depth, tree.ancestor, logits]
+        inputs = [draft.value, tree.parent, tree.depth, tree.ancestor, logits]
         p = None if draft.q is None else categorical(draft.q).p
         more = draft.real, p, None if noise is None else noise.window(tree.levels + 1)
-        given += [x for x in more if x is not None]
-        shapes = tuple((tuple(x.shape), x.dtype, x.device) for x in given)
+        inputs += [x for x in more if x is not None]
+        shapes = tuple((tuple(x.shape), x.dtype, x.device) for x in inputs)
         has = tuple(x is not None for x in more)
         kind = None if noise is None else type(noise)
         queue = stream(logits.device)
@@ -68,19 +68,19 @@ class GraphedRule(Recordings, Acceptance):
             queue,
         )  # all host values that a graph depends on
         with REPLAYING:
-            held = self._recording(record, given, key)
-            if held is not None:
-                held.fill(given)
-                held.replay()
-                parts: Iterator[Any] = (None if x is None else x.clone() for x in vars(held.output).values())
+            recording = self._recording(record, inputs, key)
+            if recording is not None:
+                recording.fill(inputs)
+                recording.replay()
+                parts: Iterator[Any] = (None if x is None else x.clone() for x in vars(recording.output).values())
                 return Verdict(*parts)
         return self.rule(draft, scores, noise)
 
-    def _recording(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording | None:
+    def _recording(self, record: Callable[[Call], tuple], inputs: list[Tensor], key: tuple) -> Recording | None:
         """Return the graph for these shapes, captured if needed; None if the limit is reached or the capture failed."""
         if key not in self.recordings and len(self.recordings) < self.most:
             try:
-                self.recordings[key] = self._record(record, given, key)
+                self.recordings[key] = self._record(record, inputs, key)
             except RuntimeError as error:
                 warnings.warn(
                     f"acceptance: not captured, the rule runs without a graph: {error}", RuntimeWarning, stacklevel=3
@@ -88,9 +88,9 @@ class GraphedRule(Recordings, Acceptance):
                 self.most = 0
         return self.recordings.get(key)
 
-    def _record(self, record: Callable[[Call], tuple], given: list[Tensor], key: tuple) -> Recording:
+    def _record(self, record: Callable[[Call], tuple], values: list[Tensor], key: tuple) -> Recording:
         _, levels, chain, most, has, kind, _ = key
-        inputs = [x.clone() for x in given]
+        inputs = [x.clone() for x in values]
         value, parent, depth, ancestor, logits, *rest = inputs
         real, p, numbers = (rest.pop(0) if there else None for there in has)
         q = None if p is None else Categorical(p=p)

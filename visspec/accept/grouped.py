@@ -13,7 +13,7 @@ from torch import Tensor
 from visspec import kernels
 from visspec.accept.rejection import Rejection
 from visspec.distributions import categorical
-from visspec.tree import above
+from visspec.tree import parents_of
 from visspec.types import Draft, RuleTraits
 
 
@@ -39,7 +39,7 @@ class Grouped(Rejection):
         """
         rows, q = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None], draft.q
         q_BNV = None if q is None else categorical(q).p
-        law_BNV, x_BN1 = p_BNV[rows, above(draft.tree)], draft.value[..., None]
+        law_BNV, x_BN1 = p_BNV[rows, parents_of(draft.tree)], draft.value[..., None]
         in_p, in_q = kernels.grouped_mass(
             law_BNV.flatten(0, 1),
             None if q_BNV is None else q_BNV.flatten(0, 1),

@@ -24,7 +24,7 @@ from visspec.accept import codebook
 from visspec.accept.exact import deepest
 from visspec.accept.rejection import Rejection, draft_probabilities
 from visspec.distributions import categorical
-from visspec.tree import above, roots
+from visspec.tree import parents_of, roots
 from visspec.types import Capabilities, Draft, RuleTraits, Scores, Verdict
 
 MOST = 1024  # maximum k: published runs use up to 1000, and the table grows with k
@@ -68,7 +68,7 @@ class Lantern(Rejection):
         Args:
             draft, p_BNV: As in `Rejection.mass`.
         """
-        return self.borrowed_mass(p_BNV, draft.value, above(draft.tree).expand_as(draft.value))
+        return self.borrowed_mass(p_BNV, draft.value, parents_of(draft.tree).expand_as(draft.value))
 
     def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
         """Return arguments that let the kernel sum the neighbours' mass for the tested nodes only.
@@ -105,7 +105,7 @@ class Lantern(Rejection):
             return super().greedy(draft, scores)
         distribution = categorical(scores.distribution)
         p_BNV, best_BN = distribution.p, distribution.logits.argmax(dim=-1)
-        above_BN = above(draft.tree).expand_as(draft.value)
+        above_BN = parents_of(draft.tree).expand_as(draft.value)
         wanted_BN, top_BN = best_BN.gather(1, above_BN), p_BNV.amax(dim=-1).gather(1, above_BN)
         kept_BN = (draft.value == wanted_BN) | (draft_probabilities(draft, p_BNV) + self.mass(draft, p_BNV) > top_BN)
         if draft.real is not None:

@@ -27,7 +27,7 @@ from visspec.accept import codebook
 from visspec.accept.exact import deepest
 from visspec.distributions import categorical
 from visspec.sampling import Gumbel
-from visspec.tree import above, roots
+from visspec.tree import parents_of, roots
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
 
@@ -105,7 +105,7 @@ class Local(Acceptance):
     def __call__(self, draft: Draft, scores: Scores, noise: Gumbel | None) -> Verdict:
         tree, x_BN, distribution = draft.tree, draft.value, categorical(scores.distribution)
         chosen_BN = sampling.choose(distribution, tree.depth, noise, draft.levels)
-        above_BN = above(tree).expand_as(x_BN)
+        above_BN = parents_of(tree).expand_as(x_BN)
         p_BNV = distribution.p.gather(1, above_BN[..., None].expand(-1, -1, distribution.width))
         certain_BN = x_BN >= self.codes
         kept_BN = self.within_tolerance(p_BNV, x_BN) | (certain_BN & (x_BN == chosen_BN.gather(1, above_BN)))

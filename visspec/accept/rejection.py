@@ -24,7 +24,7 @@ from visspec import kernels
 from visspec.accept.exact import Exact
 from visspec.distributions import categorical
 from visspec.sampling import AcceptanceNoise
-from visspec.tree import above, branch
+from visspec.tree import branch, parents_of
 from visspec.types import Acceptance, Draft, RuleTraits, Scores, Verdict
 
 
@@ -110,4 +110,4 @@ class Rejection(Acceptance):
 def draft_probabilities(draft: Draft, p_BNV: Tensor) -> Tensor:
     """Return each node's probability under its parent's distribution, (B, N); undefined for the root."""
     rows = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None]
-    return p_BNV[rows, above(draft.tree), draft.value]
+    return p_BNV[rows, parents_of(draft.tree), draft.value]

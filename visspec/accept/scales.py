@@ -85,8 +85,8 @@ class Repaired(Scales):
 def repair_codes(drafted: Tensor, p: Tensor, q: Tensor, uniform: Tensor, fresh: Tensor) -> Tensor:
     """Draw from p (..., V) so that results equal codes (...) drawn from q most often; uniforms (...) in [0, 1)."""
     at = drafted[..., None]
-    kept = uniform * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0]
-    return torch.where(kept, drafted, draw(residual(p, q), fresh))
+    keep = uniform * q.gather(-1, at)[..., 0] < p.gather(-1, at)[..., 0]
+    return torch.where(keep, drafted, draw(residual(p, q), fresh))
 
 
 def child_maps(draft: Draft, distribution: Maps) -> Tensor:

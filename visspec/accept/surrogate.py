@@ -74,12 +74,12 @@ class Surrogate(Acceptance):
         draws = torch.addcmul(mean_p, log_sigma.exp(), numbers.candidates[:, 0])
         uniform, chances = numbers.uniforms[:, -1, 0], numbers.chances[:, 0]
         ratio, ratios = log_ratios(y, draws, *last_q, *last_p)
-        kept, taken = select_candidate(uniform <= ratio + log_product, chances <= ratios - log_product[:, None])
-        ends = torch.where(kept[:, None], y, candidate(draws, taken))
+        accepted, place = select_candidate(uniform <= ratio + log_product, chances <= ratios - log_product[:, None])
+        ends = torch.where(accepted[:, None], y, candidate(draws, place))
         same, index = select_candidate(uniform <= ratio, chances <= ratios)  # with Sigma = 1
         drift = (ends != torch.where(same[:, None], y, candidate(draws, index))).any(dim=1) & there
         ends = torch.where(there[:, None], ends, own)
-        return self.verdict(draft, ends, kept & there, drift)
+        return self.verdict(draft, ends, accepted & there, drift)
 
     def verdict(self, draft: Draft, ends: Tensor, accepted: Tensor, drift: Tensor) -> Verdict:
         """Return the verdict for M = B N tested nodes, given their values and which of them are the drafted ones."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from visspec.accept.rejection import Rejection, draft_probabilities
-from visspec.tree import above
+from visspec.tree import parents_of
 from visspec.types import Draft, RuleTraits
 
 
@@ -39,5 +39,5 @@ class Typical(Rejection):
         """
         entropy_BN = torch.special.entr(p_BNV).sum(dim=-1)
         threshold_BN = (self.delta * torch.exp(-entropy_BN)).clamp(max=self.epsilon)
-        above_BN = above(draft.tree).expand_as(draft.value)
+        above_BN = parents_of(draft.tree).expand_as(draft.value)
         return (draft_probabilities(draft, p_BNV) >= threshold_BN.gather(1, above_BN)).float()

@@ -121,8 +121,8 @@ def process_chats(
         texts = [part["text"] for message in chat for part in message["content"] if part["type"] == "text"]
         for text, mark in itertools.product(texts, marks):
             if mark in text:
-                count, given = text.count(mark) + len(own), f"{len(own)} image{'s' * (len(own) != 1)}"
-                raise ValueError(f"prompt: got {text!r} with {count} {mark} for {given}, expected none in it.")
+                count, count_text = text.count(mark) + len(own), f"{len(own)} image{'s' * (len(own) != 1)}"
+                raise ValueError(f"prompt: got {text!r} with {count} {mark} for {count_text}, expected none in it.")
     options: dict[str, Any] = {"images": images} if any(images) else {}
     if clips:
         options |= {"videos": [clip.frames for clip in clips], "video_metadata": [clip.metadata for clip in clips]}
@@ -195,21 +195,21 @@ class Captions(AbstractContextManager):
             records: Records or paths. If the iterable raises, the records before are captioned first.
         """
         raised: list[Exception] = []
-        read = prefetch_map(self._prepare, _until_error(records, raised), self.workers, 2 * self.slots)
+        prepared = prefetch_map(self._prepare, _until_error(records, raised), self.workers, 2 * self.slots)
         options = {k: v for k, v in self.generate.items() if k != "seed"}
-        answers = self.fast.stream(map(self._entry, read), slots=self.slots, **options)
-        run = self._run(answers, read, raised)
+        answers = self.fast.stream(map(self._entry, prepared), slots=self.slots, **options)
+        run = self._run(answers, prepared, raised)
         self._runs.add(run)
         return run
 
     def _run(
-        self, answers: Generator[Answer, None, None], read: Generator[Any, None, None], raised: list[Exception]
+        self, answers: Generator[Answer, None, None], prepared: Generator[Any, None, None], raised: list[Exception]
     ) -> Generator[Caption, None, None]:
         try:
             yield from map(self._caption, answers)
         finally:
             answers.close()
-            read.close()
+            prepared.close()
         if raised:
             raise raised[0]
 
@@ -287,11 +287,11 @@ def _until_error(records: Iterable[Record | str | Path], raised: list[Exception]
 
 
 def prefetch_map(
-    make: Callable[[Given], Made], given: Iterable[Given], workers: int, ahead: int
+    make: Callable[[Given], Made], inputs: Iterable[Given], workers: int, ahead: int
 ) -> Generator[Made, None, None]:
     """Map in threads, in order, at most `ahead` items in advance."""
     queue: deque[Any] = deque()
-    items = iter(given)
+    items = iter(inputs)
     pool = ThreadPoolExecutor(workers, "visspec-images")
     try:
         while True:

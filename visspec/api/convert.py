@@ -64,28 +64,28 @@ def convert(
         tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as spare,
         _given(spare, weights, vq, drafter),
     ):
-        made = Path(spare, "made")
+        folder = Path(spare, "made")
         if layout == "lantern":
-            convert_drafter(Path(weights), made)
+            convert_drafter(Path(weights), folder)
         elif layout == "safetensors":
-            if safetensors_of(Path(weights), made) == Path(weights):
+            if safetensors_of(Path(weights), folder) == Path(weights):
                 raise ValueError(f"weights: {weights} holds no pickled weights, expected {', '.join(PICKLED)}.")
         elif layout == "anole":
             if vq is None:
                 raise ValueError("vq: got none, expected the published codec of Anole, vqgan.ckpt.")
-            write_with_codec(hub.resolve_folder(weights), safetensors_of(Path(vq), Path(spare, "vq")), made)
+            write_with_codec(hub.resolve_folder(weights), safetensors_of(Path(vq), Path(spare, "vq")), folder)
         else:
             model, processor = _load(layout, Path(weights), vq, text, Path(spare), options)
-            model.save_pretrained(made)
+            model.save_pretrained(folder)
             if processor is not None:
-                processor.save_pretrained(made)
+                processor.save_pretrained(folder)
             if drafter is not None:
-                convert_drafter(Path(drafter), made / DRAFTER)
+                convert_drafter(Path(drafter), folder / DRAFTER)
                 # fails for a drafter of another model
-                registry.from_folder(made / DRAFTER, model, {}, family_of(model, processor))
+                registry.from_folder(folder / DRAFTER, model, {}, family_of(model, processor))
         if target.exists():
             target.rmdir()
-        made.rename(target)
+        folder.rename(target)
 
 
 @contextmanager
@@ -106,9 +106,9 @@ def convert_drafter(folder: Path, out: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"drafter: got {folder}, expected the folder of a published drafter, with config.json.")
     shutil.copytree(safetensors_of(folder, out.parent / "drafter-weights"), out)
-    known = registry.table("drafter").values()
+    entries = registry.table("drafter").values()
     data = read_json(check_folder(out), "config.json")
-    ours = data.get("kind") in {entry.checkpoint for entry in known if entry.checkpoint}
+    ours = data.get("kind") in {entry.checkpoint for entry in entries if entry.checkpoint}
     if not ours and family_of_layout(data, set(read_shapes(out))) is None:
         raise ValueError(f"drafter: {folder} is not a drafter of image codes by LANTERN or by visspec.")
 
@@ -119,16 +119,16 @@ def _load(
     entry = registry.find("layout", layout)
     if vq is None:
         raise ValueError(f"vq: got none, expected the published codec of {layout} ({entry.what}).")
-    read = entry.load()
-    given = {name: value for name, value in options.items() if value is not None}
-    if strange := sorted(given.keys() - signature(read).parameters.keys()):
+    reader = entry.load()
+    arguments = {name: value for name, value in options.items() if value is not None}
+    if strange := sorted(arguments.keys() - signature(reader).parameters.keys()):
         raise ValueError(f"{strange[0]}: The weights of {layout} determine it. Leave it out.")
     paths = []
     for argument, path in (("weights", weights), ("vq", Path(vq))):
         if not path.exists():
             raise ValueError(f"{argument}: {path} does not exist, expected a published file or folder ({entry.what}).")
         paths.append(safetensors_of(path, spare / argument))
-    model = read(*paths, **given)
+    model = reader(*paths, **arguments)
     if model.text_features:
         return model, _encoder(text, model.text_features, layout)
     if text is not None:

@@ -130,8 +130,8 @@ def run(
     own = not ray.is_initialized()
     try:
         start(job)
-        for found, twice in results(job):
-            yield from found
+        for outputs, twice in results(job):
+            yield from outputs
             for id in twice:
                 repeated(id)
     except Exception as error:
@@ -156,8 +156,8 @@ def start(job: Job) -> None:
     has = ray.cluster_resources()
     for what, each in (("CPU", job.threads), ("GPU", job.gpus)):
         if job.workers * each > has.get(what, 0):
-            needed = f"{job.workers} workers need {each:g} {what} each"
-            raise ValueError(f"workers: {needed}, but Ray has {has.get(what, 0):g}.")
+            need_text = f"{job.workers} workers need {each:g} {what} each"
+            raise ValueError(f"workers: {need_text}, but Ray has {has.get(what, 0):g}.")
 
 
 def results(job: Job) -> Iterator[tuple[list[Any], list[str]]]:
@@ -169,7 +169,7 @@ def results(job: Job) -> Iterator[tuple[list[Any], list[str]]]:
     context.target_max_block_size = 1  # makes a block of each group, so that actors share them
     attempts = ray.remote(Attempts).options(num_cpus=0).remote()
     whole: dict[str, Any] = {"batch_size": 1, "batch_format": "pyarrow"}
-    made = (
+    rows = (
         data.range(1)
         .map_batches(ReadTask(job).__call__, **whole, num_cpus=READING)
         .map_batches(
@@ -181,7 +181,7 @@ def results(job: Job) -> Iterator[tuple[list[Any], list[str]]]:
             num_gpus=job.gpus or None,
         )
     )
-    return (serializer().loads(row["pickled"]) for row in made.iter_rows())
+    return (serializer().loads(row["pickled"]) for row in rows.iter_rows())
 
 
 def error_text(error: BaseException) -> str:

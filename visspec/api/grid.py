@@ -22,12 +22,12 @@ def grid(images: Sequence[Image.Image], captions: Sequence[str] = (), columns: i
     font = font_of(max(9, width // 9))
     lines = [wrap_text(text, font, width) for text in captions]
     line = sum(font.getmetrics())
-    below = max(map(len, lines), default=0) * line
+    foot = max(map(len, lines), default=0) * line
     rows = -(-len(images) // columns)
-    sheet = Image.new("RGB", (columns * (width + MARGIN) + MARGIN, rows * (height + below + MARGIN) + MARGIN), "white")
+    sheet = Image.new("RGB", (columns * (width + MARGIN) + MARGIN, rows * (height + foot + MARGIN) + MARGIN), "white")
     pen = ImageDraw.Draw(sheet)
     for i, image in enumerate(images):
-        x, y = MARGIN + (i % columns) * (width + MARGIN), MARGIN + (i // columns) * (height + below + MARGIN)
+        x, y = MARGIN + (i % columns) * (width + MARGIN), MARGIN + (i // columns) * (height + foot + MARGIN)
         sheet.paste(image.convert("RGB"), (x, y))
         for n, text in enumerate(lines[i] if i < len(lines) else ()):
             pen.text((x, y + height + n * line), text, fill="black", font=font)

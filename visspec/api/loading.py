@@ -84,10 +84,10 @@ def load_image_model(
     where = str(spec or included.image_model())
     config = _configuration(where)
     family = registry.table("family").get(str(config.get("model_type")))
-    if family is not None and (read := family.load().load) is not None:
+    if family is not None and (reader := family.load().load) is not None:
         device, folder = resolve_device(device), hub.resolve_folder(registry.included_folder(where))
         usual = torch.float32 if device == "cpu" else getattr(torch, config.get("dtype") or "float32")
-        model = read(folder, torch_dtype(dtype, usual)).to(device).eval()
+        model = reader(folder, torch_dtype(dtype, usual)).to(device).eval()
         logger.info("%s: loaded %s, %s, to %s", folder, type(model).__name__, model.dtype, device)
         with quiet():  # suppresses the warning about the unknown model type
             return model, None if model.class_conditional else _own_processor(model, folder)
@@ -98,7 +98,7 @@ def load_image_model(
 
 def _configuration(where: str) -> dict[str, Any]:
     """Return the config.json of a model, if any. Raises ValueError with advice for a form that can't be read."""
-    folder, local = located(where)
+    folder, local = locate(where)
     files = [Path(where)] if Path(where).is_file() else list(Path(where).glob("*"))
     if not any(file.name == "config.json" for file in files) and any(f.suffix in checkpoint.PICKLED for f in files):
         raise ValueError(
@@ -160,7 +160,7 @@ def load_saved(where: str, *, device: str = "auto", dtype: str | torch.dtype = "
 
 
 def _kind(spec: str, trust_remote_code: bool) -> Any:
-    where, local = located(spec)
+    where, local = locate(spec)
     try:
         if local:
             checkpoint.check_folder(where)
@@ -174,7 +174,7 @@ def _kind(spec: str, trust_remote_code: bool) -> Any:
     return next((kind for kind in KINDS if type(config) in kind._model_mapping or kind.__name__ in remote), KINDS[0])
 
 
-def located(spec: str) -> tuple[str, bool]:
+def locate(spec: str) -> tuple[str, bool]:
     """Return the folder of an included model, or else the name itself, and whether it is on this machine."""
     shipped = registry.included_folder(spec)
     where = spec if shipped == Path(spec) else str(shipped)
@@ -202,7 +202,7 @@ def _load(where: str, kind: Any, device: str, dtype: str | torch.dtype, trust_re
         transformers_logging.disable_progress_bar()
 
     _configuration(where)  # rejects other forms
-    where, local = located(where)
+    where, local = locate(where)
     if local:
         checkpoint.check_folder(where)
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": local}

@@ -39,8 +39,8 @@ def save(folder: str | Path, components: Mapping[str, Any], family: object = Non
     """
     root = Path(folder)
     class_conditional = getattr(components["model"], "class_conditional", False) or "processor" not in components
-    needed = ("model",) if class_conditional else ("model", "processor")
-    for name in needed:
+    names = ("model",) if class_conditional else ("model", "processor")
+    for name in names:
         if not hasattr(components[name], "save_pretrained"):
             kind = type(components[name]).__name__
             raise ValueError(f"{name}: got {kind}, expected a {name} of transformers to save.")
@@ -57,7 +57,7 @@ def save(folder: str | Path, components: Mapping[str, Any], family: object = Non
             "parts": {name: part if isinstance(part, str) else None for name, part in components["parts"].items()},
         }
         components["model"].save_pretrained(folder, **options)
-        if "processor" in needed:
+        if "processor" in names:
             components["processor"].save_pretrained(folder)
         where = getattr(components["model"].config, "_name_or_path", "")
         for name in (CODEC, DRAFTER) if where else ():  # unknown to transformers' model
@@ -70,11 +70,11 @@ def save(folder: str | Path, components: Mapping[str, Any], family: object = Non
     logger.info("%s: saved with %s", root, settings)
 
 
-def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor: `given` ones, and those in the folder. A folder without the file, or a hub
+def read(where: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a constructor: `options`, and those in the folder. A folder without the file, or a hub
     id, contains none. Raises ValueError like other readers of checkpoints.
     """
-    folder, arguments = registry.included_folder(where), dict(given)
+    folder, arguments = registry.included_folder(where), dict(options)
     if not (folder / FILE).is_file():
         return arguments
     settings = checkpoint.read_json(folder, FILE)
@@ -82,14 +82,14 @@ def read(where: str, given: Mapping[str, Any]) -> dict[str, Any]:
         entry = checkpoint.shorten(strange[0])
         raise ValueError(f"checkpoint: {FILE} of {folder} has the entry {entry}, expected {', '.join(ENTRIES)}.")
     for name in ENTRIES[:4]:
-        if name in settings and name not in given and not given.get("preset"):
+        if name in settings and name not in options and not options.get("preset"):
             entry = settings[name]
             arguments[name] = _levels(entry) if name == "levels" else _named(name, folder, entry)
     if not isinstance(invariant := settings.get("batch_invariant", False), bool):
-        shown = checkpoint.shorten(invariant)
-        raise ValueError(f"checkpoint: batch_invariant of {folder / FILE} is {shown}, expected true or false.")
+        text = checkpoint.shorten(invariant)
+        raise ValueError(f"checkpoint: batch_invariant of {folder / FILE} is {text}, expected true or false.")
     arguments.setdefault("batch_invariant", invariant)
-    arguments["parts"] = _parts(folder, settings.get("parts", {}), given.get("parts") or {})
+    arguments["parts"] = _parts(folder, settings.get("parts", {}), options.get("parts") or {})
     logger.info("%s: read %s", folder / FILE, {name: arguments[name] for name in settings if name in arguments})
     return arguments
 
@@ -117,8 +117,8 @@ def _named(what: str, folder: Path, entry: Json) -> str | None:
         root = str(checkpoint.check_folder(checkpoint.inside(folder, DRAFTER)))
         return f"{root}:{options}" if options else root
     if not isinstance(entry, str):
-        shown = checkpoint.shorten(entry)
-        raise ValueError(f"checkpoint: {what} of {folder / FILE} is {shown}, expected a name with options.")
+        text = checkpoint.shorten(entry)
+        raise ValueError(f"checkpoint: {what} of {folder / FILE} is {text}, expected a name with options.")
     return portable_name(what, entry)
 
 
@@ -129,11 +129,11 @@ def _levels(entry: Json) -> int | None:
     return entry
 
 
-def _parts(folder: Path, entry: Json, given: Mapping[str, Any]) -> dict[str, Any]:
+def _parts(folder: Path, entry: Json, options: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(entry, dict) or not all(isinstance(part, str | None) for part in entry.values()):
         raise ValueError(f"checkpoint: parts of {folder / FILE} is {checkpoint.shorten(entry)}, expected texts.")
-    parts = {**entry, **given}
-    if lost := [name for name in entry if entry[name] is None and name not in given]:
+    parts = {**entry, **options}
+    if lost := [name for name in entry if entry[name] is None and name not in options]:
         raise ValueError(f"parts: {folder} does not contain {lost[0]}. Pass parts={{{lost[0]!r}: ...}}.")
     return parts
 
@@ -154,20 +154,20 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
         if registry.is_named(name) or not (Path(name).is_dir() or hub.names(name)):
             return portable_name("drafter", text)
         source = hub.resolve_folder(name)
-        known = (source / PROVENANCE).is_file()
-        record = checkpoint.read_json(source, PROVENANCE) if known else provenance(model)
-        made = registry.drafter(drafter, model, family)[0]
-        if made.saved_as == "model":  # a transformers model has its own files in the folder
+        has_record = (source / PROVENANCE).is_file()
+        record = checkpoint.read_json(source, PROVENANCE) if has_record else provenance(model)
+        own_drafter = registry.drafter(drafter, model, family)[0]
+        if own_drafter.saved_as == "model":  # a transformers model has its own files in the folder
             staged.mkdir(parents=True)
             for file in source.iterdir():
                 if file.suffix in (".json", ".safetensors"):
                     shutil.copyfile(file, staged / file.name)
         else:
-            made.save_pretrained(staged, record)
+            own_drafter.save_pretrained(staged, record)
         # what a published head sees of pictures is now in its configuration
         stays = {k: v for k, v in options.items() if k in registry.SHAPE or not isinstance(v, str)}
-        kept = registry.joined("", stays)[1:]
-        return {"folder": DRAFTER, "options": kept} if kept else {"folder": DRAFTER}
+        later = registry.joined("", stays)[1:]
+        return {"folder": DRAFTER, "options": later} if later else {"folder": DRAFTER}
     if isinstance(drafter, PreTrainedModel):
         drafter.save_pretrained(staged)
         return {"folder": DRAFTER}
@@ -180,9 +180,9 @@ def _drafter_entry(drafter: DrafterSpec, model: ConfiguredModel, family: object,
             )
         again, own = (_options(x) for x in (restored, drafter))
         if other := [name for name in own if own[name] != again.get(name)]:
-            shown = f"a {type(drafter).__name__} with {other[0]} {own[other[0]]}"
+            got = f"a {type(drafter).__name__} with {other[0]} {own[other[0]]}"
             raise ValueError(
-                f"drafter: got {shown}, but its weights have {again.get(other[0])}. Pass it by name with options."
+                f"drafter: got {got}, but its weights have {again.get(other[0])}. Pass it by name with options."
             )
         return {"folder": DRAFTER}
     return _entry("drafter", drafter)
@@ -196,8 +196,8 @@ def _entry(what: str, thing: Component) -> str | None:
 
 
 def _options(drafter: Drafter) -> dict[str, Any]:
-    kept = {name: value for name, value in vars(drafter).items() if type(value) in PLAIN and type(value) is not bool}
-    return kept | {"paths": vars(drafter).get("paths"), "traits": drafter.traits}
+    fields = {name: value for name, value in vars(drafter).items() if type(value) in PLAIN and type(value) is not bool}
+    return fields | {"paths": vars(drafter).get("paths"), "traits": drafter.traits}
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

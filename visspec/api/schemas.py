@@ -51,11 +51,11 @@ class JsonGrammars:
             return str(error).split("\n")[0][:200]
         return None
 
-    def check(self, found: Caption, schema: Json) -> Caption:
+    def check(self, caption: Caption, schema: Json) -> Caption:
         """Return a caption with an error if it does not fit the schema, for example because it was cut at its limit."""
-        if (why := self.explain(found.text or "", schema)) is None:
-            return found
+        if (why := self.explain(caption.text or "", schema)) is None:
+            return caption
         message = (
-            f"{found.path}: got {found.tokens} tokens that {self.what} does not allow, expected JSON of it ({why})"
+            f"{caption.path}: got {caption.tokens} tokens that {self.what} does not allow, expected JSON of it ({why})"
         )
-        return replace(found, text=None, error=found.error or message)
+        return replace(caption, text=None, error=caption.error or message)

@@ -43,8 +43,8 @@ class Record:
 class RecordStream(Iterator[Record]):
     """An iterator of records. `total` is their number, or None if it is unknown."""
 
-    def __init__(self, found: Iterator[Record], total: int | None):
-        self._found, self.total = found, total
+    def __init__(self, records: Iterator[Record], total: int | None):
+        self._found, self.total = records, total
 
     def __next__(self) -> Record:
         return next(self._found)
@@ -55,7 +55,7 @@ def records(sources: Sequence[str | Path]) -> RecordStream:
     readers = [reader(str(source)) for source in sources]
     totals = [total for _, total in readers if total is not None]
     total = sum(totals) if len(totals) == len(readers) else None
-    return RecordStream((record for read, _ in readers for record in read()), total)
+    return RecordStream((record for read_all, _ in readers for record in read_all()), total)
 
 
 def is_plain(source: str | Path) -> bool:
@@ -81,19 +81,19 @@ def reader(source: str) -> tuple[Reader, int | None]:
         return _files(image_files(path, SUFFIXES), source, unread_kinds(path))
     if not path.exists() and glob.has_magic(source):
         there = [Path(name) for name in sorted(glob.glob(source, recursive=True))]
-        found = [file for file in there if file.suffix.lower() in SUFFIXES]
-        if not found:
+        files = [file for file in there if file.suffix.lower() in SUFFIXES]
+        if not files:
             raise ValueError(f"{source}: got no image, expected files that end in {', '.join(SUFFIXES)}.")
-        return _files(found, source, unread_kinds(there))
+        return _files(files, source, unread_kinds(there))
     kinds = {".jsonl": of_lines, ".parquet": of_parquet, ".tar": of_tar}
-    read = kinds.get(path.suffix.lower())
-    if read is None:
+    kind = kinds.get(path.suffix.lower())
+    if kind is None:
         return _files([path])
     if not path.is_file():
         raise ValueError(f"{source}: got no such file.")
-    if read is of_parquet:
+    if kind is of_parquet:
         need("pyarrow", source)
-    return lambda: _to_the_end(source, read(path)), _rows(path)
+    return lambda: _to_the_end(source, kind(path)), _rows(path)
 
 
 def _rows(path: Path) -> int | None:
@@ -105,10 +105,10 @@ def _rows(path: Path) -> int | None:
         return None
 
 
-def _to_the_end(source: str, found: Iterator[Record]) -> Iterator[Record]:
+def _to_the_end(source: str, records: Iterator[Record]) -> Iterator[Record]:
     count = 0
     try:
-        for record in found:
+        for record in records:
             count += 1
             yield record
     except Exception as error:
@@ -136,12 +136,12 @@ def as_utf8(text: str) -> str:
 
 def new_records(records: Iterable[Record], done: Collection[str], repeated: Callable[[str], None]) -> Iterator[Record]:
     """Yield records whose ids are not done, each id once. `repeated` is called with each repeated id."""
-    taken: set[str] = set()
+    ids: set[str] = set()
     for record in records:
-        if record.id in taken:
+        if record.id in ids:
             repeated(record.id)
             continue
-        taken.add(record.id)
+        ids.add(record.id)
         if record.id not in done:
             yield record
 
@@ -262,18 +262,18 @@ def _opened(shard: tarfile.TarFile, member: tarfile.TarInfo) -> IO[bytes] | None
         return None
 
 
-def _of_member(path: Path, name: str, found: Mapping[str, Any]) -> Record:
+def _of_member(path: Path, name: str, parts: Mapping[str, Any]) -> Record:
     id = f"{path}/{name}"
-    if "error" in found:
-        return Record(id, error=f"{id}: got {found['error']}")
-    prompt = found["prompt"].decode(errors="replace").strip() if "prompt" in found else None
-    if "json" in found:
+    if "error" in parts:
+        return Record(id, error=f"{id}: got {parts['error']}")
+    prompt = parts["prompt"].decode(errors="replace").strip() if "prompt" in parts else None
+    if "json" in parts:
         try:
-            entry = loads(found["json"])
+            entry = loads(parts["json"])
         except ValueError:
             return Record(id, error=f"{id}: got a .json that is not JSON, expected an object")
         prompt = entry.get("prompt", prompt) if isinstance(entry, dict) else prompt
-    return of_entry({"image": found.get("image"), "prompt": prompt}, id, path.parent)
+    return of_entry({"image": parts.get("image"), "prompt": prompt}, id, path.parent)
 
 
 def open_dataset(source: str, streaming: bool) -> Any:
@@ -293,10 +293,10 @@ def open_dataset(source: str, streaming: bool) -> Any:
 
 def of_dataset(source: str) -> Iterator[Record]:
     """Read the records of `open_dataset`."""
-    datasets, found = importlib.import_module("datasets"), open_dataset(source, streaming=True)
-    if "image" in (found.features or {}):
-        found = found.cast_column("image", datasets.Image(decode=False))
-    for number, entry in enumerate(found):
+    datasets, dataset = importlib.import_module("datasets"), open_dataset(source, streaming=True)
+    if "image" in (dataset.features or {}):
+        dataset = dataset.cast_column("image", datasets.Image(decode=False))
+    for number, entry in enumerate(dataset):
         yield of_entry(entry, f"{source}:{number}", Path())
 
 
@@ -309,10 +309,10 @@ def prompts(path: Path) -> Iterator[Record]:
 
 def checked_prompts(path: Path) -> list[Record]:
     """Return all prompts of such a file. Raises ValueError if a line has none, or the file has none."""
-    read = list(prompts(path))
-    if error := next((record.error for record in read if record.error is not None), None if read else f"{path}: empty"):
+    rows = list(prompts(path))
+    if error := next((record.error for record in rows if record.error is not None), None if rows else f"{path}: empty"):
         raise ValueError(f"prompts: {error}")
-    return read
+    return rows
 
 
 def texts(path: Path) -> list[str]:

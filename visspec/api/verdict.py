@@ -45,12 +45,12 @@ def decide(
     valid = [i for i, answer in enumerate(drafts) if answer]
     table = [[likelihood(members[b], image, question, drafts[a]) for a in valid] for b in valid]
     scores = dict(zip(valid, disagreement(table))) if len(valid) > 1 else {}
-    chosen = sorted(sorted(scores, key=scores.__getitem__)[:keep])
-    paths = "\n".join(f"{number}. {texts[i]}" for number, i in enumerate(chosen, 1))
-    prompt = TEMPLATE.format(question=question, paths=paths) if chosen else question
+    best = sorted(sorted(scores, key=scores.__getitem__)[:keep])
+    paths = "\n".join(f"{number}. {texts[i]}" for number, i in enumerate(best, 1))
+    prompt = TEMPLATE.format(question=question, paths=paths) if best else question
     answer = answer_of(ask(judge, image, prompt, max_new_tokens=max_new_tokens, do_sample=False))
     record = {"answer": answer, "prompt": prompt, "guarantee": "selection (not lossless)"}
-    return record | {"drafts": drafts, "scores": scores, "chosen": chosen}
+    return record | {"drafts": drafts, "scores": scores, "chosen": best}
 
 
 def ask(member: Member, image: Image.Image, question: str, **generate: Any) -> str:

@@ -125,10 +125,10 @@ def trim_rows(new: torch.Tensor, config) -> list[list[int]]:
 
 def by_category(records: Iterable[Record]) -> dict[str, list[int]]:
     """Return the numbers of the records of each category."""
-    found: dict[str, list[int]] = {}
+    groups: dict[str, list[int]] = {}
     for number, record in enumerate(records):
-        found.setdefault(record.category, []).append(number)
-    return found
+        groups.setdefault(record.category, []).append(number)
+    return groups
 
 
 def in_turns(records: Iterable[Record]) -> list[Record]:

@@ -81,8 +81,8 @@ def run(arguments: Options) -> None:
     if data is not None:
         prompts = [replace(record, image=[*map(open_image, record.image)]) for record in data]
     elif records is not None:
-        found = islice(bench.readable(records), most)
-        prompts = [replace(record, prompt=record.prompt or request) for record in found]
+        readable = islice(bench.readable(records), most)
+        prompts = [replace(record, prompt=record.prompt or request) for record in readable]
     else:
         scenes = arguments.scenes(processor)
         images = scenes.images(max(min(most, len(scenes.rows)), count))
@@ -183,14 +183,14 @@ def summarise(
     doubt = speed.suspicion(record["over_plain"], record["over_plain_ci95"], record["tau"])
     record["in_words"] = "; ".join(filter(None, (speed.in_words(record["speedup"]), doubt)))
     record["baselines"] = baselines = {}
-    for name, found in runs.items():
+    for name, arm_runs in runs.items():
         if name.startswith("ours"):
             continue
-        ratio = speed.compare(found, ours, per_token=sampled and name != "plain")
-        row = {"seconds_per_prompt": sum(run.seconds for run in found) / count}
+        ratio = speed.compare(arm_runs, ours, per_token=sampled and name != "plain")
+        row = {"seconds_per_prompt": sum(run.seconds for run in arm_runs) / count}
         row |= {"ours_is_faster_by": ratio["speedup"], "ci95": ratio["speedup_ci95"], "identical": ratio["identical"]}
-        given = {k: v for k, v in arms[name].options.items() if isinstance(v, (int, float, str))}
-        baselines[name] = row | {"options": given}
+        settings = {k: v for k, v in arms[name].options.items() if isinstance(v, (int, float, str))}
+        baselines[name] = row | {"options": settings}
     if sampled:
         record |= {"identical": baselines["plain"]["identical"], "identical_to": "plain (same seeds)"}
     return record

@@ -4,27 +4,27 @@ from pathlib import Path
 from typing import Any
 
 from visspec.api.sources import Record
-from visspec.io.files import loads, naming
+from visspec.io.files import file_errors, loads
 
 
 def read(file: Path, most: int) -> list[Record]:
     """Return the first `most` prompts of a file, with the paths of their images. Of a conversation, only the first turn
     is used. Raises ValueError with the line number if the format is unknown.
     """
-    found: list[Record] = []
-    with naming(file):
+    prompts: list[Record] = []
+    with file_errors(file):
         lines = file.read_text(encoding="utf-8").splitlines()
     for number, line in enumerate(lines, start=1):
-        if line.strip() and len(found) < most:
+        if line.strip() and len(prompts) < most:
             try:
-                found.append(parse(f"{file}:{number}", loads(line), file.parent))
+                prompts.append(parse(f"{file}:{number}", loads(line), file.parent))
             except (ValueError, KeyError, TypeError, IndexError) as error:
                 formats = "MMSpec, SPEED-Bench or vLLM's custom_mm"
                 reason = f"no {error}" if isinstance(error, KeyError) else error
                 raise ValueError(f"data: line {number} of {file} is not a prompt of {formats} ({reason}).") from None
-    if not found:
+    if not prompts:
         raise ValueError(f"data: {file} is empty.")
-    return found
+    return prompts
 
 
 def parse(id: str, fields: dict[str, Any], folder: Path) -> Record:

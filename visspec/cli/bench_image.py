@@ -133,15 +133,15 @@ def fitting(pipe: ImagePipeline, methods: dict[str, str], needed: bool = False) 
 
 def other_targets(pipe: ImagePipeline, named: Iterable[str]) -> dict[str, ImagePipeline]:
     """Return pipelines of presets that change the target (a refiner, a cache budget), for plain decoding."""
-    known = registry.presets(pipe.family.draws)
-    return {name: pipe.with_parts(known[name].parts) for name in named if name in known and known[name].parts}
+    presets = registry.presets(pipe.family.draws)
+    return {name: pipe.with_parts(presets[name].parts) for name in named if name in presets and presets[name].parts}
 
 
 def taught(family: Family, rows: Sequence[dict]) -> list[str] | None:
     """Return the tasks whose prompts are all classes of a family with named classes; None for other families."""
-    known = set(family.labels)
+    labels = set(family.labels)
     tasks = list(dict.fromkeys(row["tag"] for row in rows))
-    return [tag for tag in tasks if all(row["prompt"] in known for row in rows if row["tag"] == tag)] or None
+    return [tag for tag in tasks if all(row["prompt"] in labels for row in rows if row["tag"] == tag)] or None
 
 
 class StockImageArm:
@@ -231,16 +231,16 @@ def bench(
 
 
 def row(name: str, arm: ImageArm, runs: dict[str, list[speed.ArmRun]]) -> dict[str, Any]:
-    found, plain, outputs = runs[name], runs["plain"], arm.outputs[-len(runs[name]) :]
+    arm_runs, plain, outputs = runs[name], runs["plain"], arm.outputs[-len(runs[name]) :]
     stats, traces = arm.outputs[-1].stats[0], [trace for out in outputs for trace in out.traces]
-    passes = sum(len(run.rounds) + 1 for run in found)
-    tokens, memory = max(sum(run.count for run in found), 1), [trace.memory for trace in traces if trace.memory]
+    passes = sum(len(run.rounds) + 1 for run in arm_runs)
+    tokens, memory = max(sum(run.count for run in arm_runs), 1), [trace.memory for trace in traces if trace.memory]
     row: dict[str, Any] = {"name": name, **arm.method, "order": arm.method["order"] or "raster"}
     row |= {"guarantee": stats.guarantee, "promises_tokens": arm.promise}
-    row |= {"n_prompts": len(found), **speed.figures(runs.get("stock", plain), plain, found)}
-    row |= {"identical": speed.compare(plain, found)["identical"], "identical_to": "plain (same seeds)"}
+    row |= {"n_prompts": len(arm_runs), **speed.figures(runs.get("stock", plain), plain, arm_runs)}
+    row |= {"identical": speed.compare(plain, arm_runs)["identical"], "identical_to": "plain (same seeds)"}
     row["nfe_reduction"] = row["nfe_plain"] / row["nfe"]
-    row |= {"trunk_passes": passes / tokens, "ms_per_nfe": 1e3 * sum(r.seconds for r in found) / max(passes, 1)}
+    row |= {"trunk_passes": passes / tokens, "ms_per_nfe": 1e3 * sum(r.seconds for r in arm_runs) / max(passes, 1)}
     row |= {f"{part}_calls": sum(trace.calls[part] for trace in traces) / tokens for part in HEAD_CALLS}
     row |= {f"{part}_bytes": max(one.get(part, 0) for one in memory) for part in ("cache", "pass") if memory}
     return row

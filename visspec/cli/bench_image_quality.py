@@ -103,9 +103,9 @@ def judge(
     with tempfile.TemporaryDirectory() as spare:
         for line in record["rows"]:
             root = Path(folder or spare) / line["name"]
-            drawn = draw(*arms[line["name"]], judges.prompts, options, seed, root)
-            reference = reference or judges.reference(open_image(drawn[0][0]).width)
-            fields, verdicts = judges.score(root, drawn)
+            pictures = draw(*arms[line["name"]], judges.prompts, options, seed, root)
+            reference = reference or judges.reference(open_image(pictures[0][0]).width)
+            fields, verdicts = judges.score(root, pictures)
             table = features.read_features(root, extractor)
             distance = fid.compare(table, reference, extractor)
             line |= fields | {"quality_n": len(judges.prompts), "fd": distance["value"], "fd_name": distance["name"]}
@@ -113,8 +113,8 @@ def judge(
             plain = table.features if plain is None else plain
             if plain.shape == table.features.shape and len(plain) > 1:
                 line["fd_paired"], line["fd_paired_floor"] = kid.paired(table.features, plain)
-            seen = [(path, replace(one, verdict=verdicts.get(path))) for path, one in drawn[:SHOWN]]
-            line["images"] = [record_image(path, picture).entry() for path, picture in seen]
+            examples = [(path, replace(one, verdict=verdicts.get(path))) for path, one in pictures[:SHOWN]]
+            line["images"] = [record_image(path, picture).entry() for path, picture in examples]
 
 
 def scores(summary: dict[str, Any]) -> dict[str, Any]:
@@ -148,9 +148,9 @@ def prepare_folder(
     same_settings(root.with_name(f"{root.name}.about.json"), root, about)
     entries = []
     for i, prompt in enumerate(prompts):
-        known = root / f"{i:05d}" / "metadata.jsonl"
-        if known.is_file() and loads(known.read_bytes()) != prompt:
-            raise ValueError(f"--out: {known.parent} has the image of another prompt. Choose another folder.")
+        file = root / f"{i:05d}" / "metadata.jsonl"
+        if file.is_file() and loads(file.read_bytes()) != prompt:
+            raise ValueError(f"--out: {file.parent} has the image of another prompt. Choose another folder.")
         path = geneval.write_prompt(root, i, prompt) / "0000.png"
         entries.append((path, RecordImage(prompt["prompt"], seed + i)))
     return entries
@@ -174,8 +174,8 @@ def render_references(
     extractor: RandomConv, side: int, scenes: included.World, tasks: Sequence[str] | None = None
 ) -> FeatureTable:
     """Return features of several renders of each prompt of the scenes or of these tasks, `side` pixels wide."""
-    rng, known = np.random.default_rng(REFERENCE_SEED), scenes.prompts()
-    rows = spread(known, len(known), tasks)
+    rng, prompts = np.random.default_rng(REFERENCE_SEED), scenes.prompts()
+    rows = spread(prompts, len(prompts), tasks)
     stack = torch.from_numpy(np.stack([scenes.render(p, rng, side) for p in rows for _ in range(REFERENCES)]))
     stack = stack.permute(0, 3, 1, 2)
     return FeatureTable(torch.cat([extractor(part) for part in stack.split(32)]), [])

@@ -25,7 +25,7 @@ from visspec.cli.bench import BenchOptions, CaptionArm, Cell, Prompt, StockCapti
 from visspec.distributions import categorical
 from visspec.eval.bench import paired as speed
 from visspec.eval.bench.clock import median_seconds, waiter
-from visspec.eval.bench.oracle import Oracle, erring
+from visspec.eval.bench.oracle import Oracle, with_errors
 from visspec.io.options import Positive, Probability, option
 from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
@@ -167,7 +167,7 @@ class SizeCase:
         def arm(prompt: Prompt) -> speed.ArmRun:
             oracle, run = build() if adaptive else built
             vocabulary = self.model.config.vocab_size
-            oracle.drafts_BT = erring(self.answer(prompt), acceptance, vocabulary, seed=prompt[0])
+            oracle.drafts_BT = with_errors(self.answer(prompt), acceptance, vocabulary, seed=prompt[0])
             return run(prompt)
 
         return arm
@@ -178,36 +178,36 @@ class SizeCase:
             STATIC: StockCaptionArm(self.model, self.options | {"cache_implementation": "static"}, seed=0),
             PLAIN: CaptionArm(self.plain, self.options, seed=0),
         }
-        given = {f"{kind} {a:g}": (a, kind == POLICY) for kind in (ORACLE, POLICY) for a in acceptance}
-        arms |= {name: self.oracle_arm(*one) for name, one in given.items()}
+        settings = {f"{kind} {a:g}": (a, kind == POLICY) for kind in (ORACLE, POLICY) for a in acceptance}
+        arms |= {name: self.oracle_arm(*one) for name, one in settings.items()}
         runs, failures = speed.interleave(arms, [*map(self.prompt, range(repeats))], [self.prompt(repeats)])
         if not runs[STOCK]:
             raise RuntimeError(failures[0])
         passes = self.passes()
-        return [self.row(name, runs, passes, given.get(name, [None])[0]) | {"failures": failures} for name in runs]
+        return [self.row(name, runs, passes, settings.get(name, [None])[0]) | {"failures": failures} for name in runs]
 
     def row(
         self, name: str, runs: dict[str, list[speed.ArmRun]], passes: dict[str, float], acceptance: float | None
     ) -> dict[str, Any]:
-        found, against = runs[name], speed.compare(runs[STOCK], runs[name])
-        decoding = sum(run.seconds - run.first for run in found)
+        arm_runs, ratios = runs[name], speed.compare(runs[STOCK], runs[name])
+        decoding = sum(run.seconds - run.first for run in arm_runs)
         row: dict[str, Any] = {"arm": name, "batch_size": self.batch, "given_acceptance": acceptance}
         row |= {"tau": None, "expected_tau": None, "attention": str(self.plain.target.masks.backend)}
-        row |= {key: against[key] for key in ("speedup", "speedup_ci95", "speedup_decode_only")}
+        row |= {key: ratios[key] for key in ("speedup", "speedup_ci95", "speedup_decode_only")}
         for other in (STATIC, PLAIN):
-            row[f"decode_over_{other}"] = speed.compare(runs[other], found)["speedup_decode_only"]
-        row["identical"] = sum(a == b for s, f in zip(runs[STOCK], found) for a, b in zip(s.tokens, f.tokens))
-        row["compared"] = len(found) * self.batch
-        row["ms_per_token"] = 1e3 * decoding / (len(found) * (self.new - 1)) if self.cuda else None
+            row[f"decode_over_{other}"] = speed.compare(runs[other], arm_runs)["speedup_decode_only"]
+        row["identical"] = sum(a == b for s, f in zip(runs[STOCK], arm_runs) for a, b in zip(s.tokens, f.tokens))
+        row["compared"] = len(arm_runs) * self.batch
+        row["ms_per_token"] = 1e3 * decoding / (len(arm_runs) * (self.new - 1)) if self.cuda else None
         row["law_error"] = passes["law_error"]
         if acceptance is None:
             return row
-        tau, seconds = speed.tau(found)["tau"], passes["seconds"]
+        tau, seconds = speed.tau(arm_runs)["tau"], passes["seconds"]
         if name.startswith(POLICY):
             row["length_share"] = tau / speed.tau(runs[f"{ORACLE} {acceptance:g}"])["tau"]
         plain_rounds = sum(len(run.rounds) for run in runs[PLAIN])
         v = passes["verify_over_plain"]
-        c = sum(run.stages.get("draft", 0.0) for run in found) / sum(len(run.rounds) for run in found) / seconds
+        c = sum(run.stages.get("draft", 0.0) for run in arm_runs) / sum(len(run.rounds) for run in arm_runs) / seconds
         o = max(0.0, sum(run.seconds - run.first for run in runs[PLAIN]) / plain_rounds / seconds - 1)
         row |= {"tau": tau, "expected_tau": expected_tau(acceptance, self.levels), "ideal_speedup": tau / (v + c + o)}
         return row | {"verify_over_plain": v, "draft_over_plain": c, "host_over_plain": o}

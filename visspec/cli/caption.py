@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from visspec.cli.arguments import ModelOptions, RayOptions, SamplingOptions, load
 from visspec.io import included
-from visspec.io.files import Journal, Json, replacing
+from visspec.io.files import Journal, Json, atomic_write
 from visspec.io.options import Count, Positive, number, option
 
 if TYPE_CHECKING:
@@ -102,11 +102,11 @@ def run(arguments: Options) -> int:
     from visspec.io.provenance import provenance
 
     options, request = arguments.generation, arguments.prompt or default_prompt(arguments.model_name)
-    read = partial(sources.records, arguments.image)
-    records = read()  # raises for a missing source before work starts
+    reader = partial(sources.records, arguments.image)
+    records = reader()  # raises for a missing source before work starts
     about = settings(arguments, request, options)
     make = partial(load_captions, arguments, request, options)
-    shown: dict[str, Record] = {}  # the first records, with their pixels
+    examples: dict[str, Record] = {}  # the first records, with their pixels
     pieces: dict[str, Sequence[tuple[str, str]]] = {}  # their captions by origin
     most = max(arguments.compare, page.MOST if arguments.report else 0)
     if arguments.ray:
@@ -121,12 +121,12 @@ def run(arguments: Options) -> int:
         with Journal(lines, about, retry=arguments.retry_failed) as journal:
             run = RecordRun(journal)
             if arguments.ray:
-                made = run.with_ray(read, partial(worker, make), arguments, group=4 * arguments.slots)
+                results = run.with_ray(reader, partial(worker, make), arguments, group=4 * arguments.slots)
             else:
                 new = sources.new_records(records, journal.done, run.repeat)
-                made = map(check, captions(remember(new, shown, most)))
+                results = map(check, captions(remember(new, examples, most)))
             try:
-                for one in run.with_bar(made, records.total):
+                for one in run.with_bar(results, records.total):
                     run.add(row_of(one))
                     if len(pieces) < most:
                         pieces[one.path] = one.pieces
@@ -134,13 +134,13 @@ def run(arguments: Options) -> int:
                         run.bar.write(f"{one.path}: {one.text}" if len(arguments.image) > 1 else one.text, sys.stdout)
             finally:
                 if lines != out:
-                    with replacing(out) as draft:
+                    with atomic_write(out) as draft:
                         sources.write_parquet(iter(journal), draft, COLUMNS)
                 if arguments.report is not None:
-                    images = {id: record.image for id, record in shown.items()}
+                    images = {id: record.image for id, record in examples.items()}
                     page.write_page(arguments.report, journal, images, pieces, about)
     code = run.end(arguments.out, arguments.stats)
-    if good := [record for id, record in shown.items() if id not in journal.failed][: arguments.compare]:
+    if good := [record for id, record in examples.items() if id not in journal.failed][: arguments.compare]:
         print(compare(captions, good, run.rate))
     return code
 
@@ -176,7 +176,7 @@ def load_captions(
     from visspec.api.schemas import JsonGrammars
 
     fast, processor = load(arguments, needs_pictures=True)
-    check: Callable[[Caption], Caption] = lambda found: found  # noqa: E731
+    check: Callable[[Caption], Caption] = lambda caption: caption  # noqa: E731
     if arguments.schema is not None:
         schema, grammars = read_schema(arguments.schema), JsonGrammars(processor.tokenizer, fast.model, "--schema")
         options, check = options | grammars.options(schema), partial(grammars.check, schema=schema)
@@ -201,11 +201,11 @@ def warn_of_foreign(arguments: Options) -> None:
         print(f"visspec: {why}", file=sys.stderr)
 
 
-def remember(records: Iterable[Record], shown: dict[str, Record], most: int) -> Iterator[Record]:
-    """Yield the records, and keep the first `most` in `shown`, by id."""
+def remember(records: Iterable[Record], examples: dict[str, Record], most: int) -> Iterator[Record]:
+    """Yield the records, and keep the first `most` in `examples`, by id."""
     for record in records:
-        if len(shown) < most:
-            shown[record.id] = record
+        if len(examples) < most:
+            examples[record.id] = record
         yield record
 
 
@@ -229,6 +229,6 @@ def compare(captions: Captions, records: Sequence[Record], rate: float) -> str:
     )
 
 
-def row_of(made: Caption) -> dict[str, Any]:
-    values = made.text, made.tokens, made.rounds, made.ended, made.drift, made.error
-    return dict(zip(COLUMNS, (made.path, made.record.image, made.record.prompt, *values)))
+def row_of(caption: Caption) -> dict[str, Any]:
+    values = caption.text, caption.tokens, caption.rounds, caption.ended, caption.drift, caption.error
+    return dict(zip(COLUMNS, (caption.path, caption.record.image, caption.record.prompt, *values)))

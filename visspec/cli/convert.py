@@ -35,5 +35,5 @@ def run(arguments: Options) -> None:
     if arguments.size is None and sides and layout in ("llamagen", "randar", "infinity"):
         options["size"] = int(sides[0])
     convert(layout, weights, out, **options)
-    made = {"lantern": "drafter", "safetensors": "weights"}
-    print(f"{out}: {made.get(layout, f'visspec generate PROMPT --model {out}')}")
+    uses = {"lantern": "drafter", "safetensors": "weights"}
+    print(f"{out}: {uses.get(layout, f'visspec generate PROMPT --model {out}')}")

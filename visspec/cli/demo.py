@@ -54,10 +54,10 @@ class Section:
         times = (f"{1e3 * seconds:.0f} ms" for seconds in (slow, fast))
         self.view.add_row(name, *times, f"{slow / fast:.2f}", f"{tau:.2f}", "yes" if same else "NO")
 
-    def end(self, console: Console, what: str, against: str, same: str) -> None:
+    def end(self, console: Console, what: str, baseline: str, same: str) -> None:
         """Print the rows and a summary."""
         count, ratio = len(self.ratios), in_words(geometric_mean(self.ratios))
-        self.summary = f"{count} {what} against {against} on {torch.get_num_threads()} threads: {ratio}; "
+        self.summary = f"{count} {what} against {baseline} on {torch.get_num_threads()} threads: {ratio}; "
         self.summary += f"{self.equal} of {count} {same}."
         console.print(self.view, self.summary, "", sep="\n")
 
@@ -77,11 +77,11 @@ def run(arguments: Options) -> int:
     worlds = [arguments.world] if arguments.world else WORLDS
     captions = [caption_section(name, arguments.count, console) for name in worlds]
     console.print(" ".join(f"[{COLOURS[name]}]■[/] {meaning}" for name, meaning in MEANING.items()))
-    drawn = [] if arguments.world else [draw_pictures(console)]
+    images = [] if arguments.world else [draw_pictures(console)]
     page.parent.mkdir(parents=True, exist_ok=True)
-    write_page(page, "demo", {"groups": {"Same words, fewer passes": captions, "Same pictures, fewer passes": drawn}})
+    write_page(page, "demo", {"groups": {"Same words, fewer passes": captions, "Same pictures, fewer passes": images}})
     console.print(f"page: {page}")
-    return 0 if all(section.equal == len(section.ratios) for section in captions + drawn) else 1
+    return 0 if all(section.equal == len(section.ratios) for section in captions + images) else 1
 
 
 def captioner_of(world: str) -> tuple[str, str]:
@@ -125,10 +125,10 @@ def draw_pictures(console: Console) -> Section:
             each(prompts[0], seed=0)
         for i, prompt in enumerate(prompts):
             slow, expected = seconds_of(partial(plain, prompt, seed=i))
-            quick, made = seconds_of(partial(fast, prompt, seed=i))
-            same = expected.images[0].tobytes() == made.images[0].tobytes()
-            section.add(f"{painter} {i + 1}", slow, quick, made.stats[0].tau, same)
-            shown = made.images[0].resize((SIDE, SIDE)), origin_image(made.maps[0], SIDE)
-            section.figures.append(([data_uri(image, True) for image in shown], [(prompt, "")]))
+            quick, output = seconds_of(partial(fast, prompt, seed=i))
+            same = expected.images[0].tobytes() == output.images[0].tobytes()
+            section.add(f"{painter} {i + 1}", slow, quick, output.stats[0].tau, same)
+            images = output.images[0].resize((SIDE, SIDE)), origin_image(output.maps[0], SIDE)
+            section.figures.append(([data_uri(image, True) for image in images], [(prompt, "")]))
     section.end(console, "pictures", "plain decoding in the same loop", "the same picture")
     return section

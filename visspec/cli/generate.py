@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from visspec.cli.arguments import DrawingOptions, RayOptions, is_picture
 from visspec.io import included
-from visspec.io.files import Journal, replacing, write_json
+from visspec.io.files import Journal, atomic_write, write_json
 from visspec.io.options import Positive, option
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def draw(arguments: Options) -> None:
     pipe = pipeline(arguments)
     pipe.set_progress_bar_config(disable=not sys.stderr.isatty())
     stream = pipe.stream(texts, num_images_per_prompt=arguments.n, seed=arguments.seed, **settings(arguments))
-    shown: list[Image.Image] = []
+    images: list[Image.Image] = []
     about = {name: getattr(pipe, name) for name in CHOSEN} | {"provenance": provenance(pipe.model)}
     single = is_picture(arguments.out)
     if single and len(texts) * arguments.n > 1:
@@ -98,13 +98,13 @@ def draw(arguments: Options) -> None:
     complete = False
     try:
         for part in stream:
-            if first and not shown:
+            if first and not images:
                 print(f"visspec: {arguments.out} has images up to number {first - 1}; continuing", file=sys.stderr)
             for i, image in enumerate(part.images):
-                path = arguments.out if single else arguments.out / f"{first + len(shown):05d}.png"
+                path = arguments.out if single else arguments.out / f"{first + len(images):05d}.png"
                 picture = beside(image, part, i) if arguments.maps else image
                 save(picture, path)
-                shown.append(picture)
+                images.append(picture)
                 passes = int(part.passes[i].max()) + 1
                 row = {"path": str(path), "prompt": part.prompts[i], "seed": part.seeds[i], "nfe": passes}
                 results.append(row | {name: getattr(part.stats[0], name) for name in MEASURED})
@@ -114,19 +114,19 @@ def draw(arguments: Options) -> None:
                 print(part.stats[0])
         complete = True
     finally:
-        if shown:
+        if images:
             write_json(arguments.json, {"results": results, "complete": complete, **about})
-        if shown and arguments.grid:
-            save(grid(shown, [row["prompt"] for row in results]), arguments.grid)
-            print(f"{arguments.grid}: all {len(shown)}")
+        if images and arguments.grid:
+            save(grid(images, [row["prompt"] for row in results]), arguments.grid)
+            print(f"{arguments.grid}: all {len(images)}")
 
 
 def pipeline(arguments: Options) -> ImagePipeline:
     from visspec.api.images.pipeline import ImagePipeline
 
     names = (*CHOSEN, "preset", "batch_invariant")
-    chosen = {name: value for name in names if (value := getattr(arguments, name))}
-    return ImagePipeline.from_pretrained(arguments.model, **chosen, **arguments.hardware)
+    settings = {name: value for name in names if (value := getattr(arguments, name))}
+    return ImagePipeline.from_pretrained(arguments.model, **settings, **arguments.hardware)
 
 
 def settings(arguments: Options) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def beside(image: Image.Image, part: ImageOutput, i: int) -> Image.Image:
 
 def save(image: Image.Image, path: Path) -> None:
     """Write an image as PNG, or as JPEG if the suffix says so."""
-    with replacing(path) as draft:
+    with atomic_write(path) as draft:
         image.save(draft, format="JPEG" if path.suffix.lower() in (".jpg", ".jpeg") else "PNG")
 
 
@@ -167,15 +167,15 @@ def with_ray(arguments: Options) -> int:
     about: dict[str, Any] = {"model": arguments.model or included.image_model()}
     about |= {name: getattr(arguments, name) for name in ("preset", "seed", *CHOSEN, *SAMPLING)}
     about |= {"batch_invariant": True} if arguments.batch_invariant else {}
-    read = partial(image_records, arguments.prompt, arguments.prompts, arguments.n)
+    reader = partial(image_records, arguments.prompt, arguments.prompts, arguments.n)
     lines = arguments.out / "images.jsonl"
     with Journal(lines, about, retry=arguments.retry_failed) as journal:
         run = RecordRun(journal)
-        made = run.with_ray(read, partial(RecordImages, arguments), arguments, group=arguments.batch_size)
-        for row in run.with_bar(made):
+        results = run.with_ray(reader, partial(RecordImages, arguments), arguments, group=arguments.batch_size)
+        for row in run.with_bar(results):
             if (file := row["image"]) is not None:  # named after its id, so that drawing it again replaces it
                 row["image"] = f"{hashlib.blake2b(repr(row['id']).encode(), digest_size=8).hexdigest()}.png"
-                with replacing(arguments.out / row["image"]) as draft:
+                with atomic_write(arguments.out / row["image"]) as draft:
                     draft.write_bytes(file)
             run.add(row)
     return run.end(lines)
@@ -185,8 +185,8 @@ def image_records(texts: list[str], file: Path | None, n: int) -> Iterator[Recor
     """Yield a record for each image; those of a prompt are ID#0, ID#1, ..."""
     from visspec.api.sources import Record, prompts
 
-    read = chain((Record(text, prompt=text) for text in texts), () if file is None else prompts(file))
-    for record in read:
+    entries = chain((Record(text, prompt=text) for text in texts), () if file is None else prompts(file))
+    for record in entries:
         yield from (replace(record, id=f"{record.id}#{k}") for k in range(n)) if n > 1 else [record]
 
 
@@ -219,12 +219,12 @@ class RecordImages:
 
         rows = [self._row(record) for record in records]
         texts, seeds = [str(record.prompt) for record in records], [row["seed"] for row in rows]
-        left = iter(rows)
+        remaining = iter(rows)
         for part in self.pipe.stream(texts, seed=seeds, **self.options):
             measured = {name: getattr(part.stats[0], name) for name in MEASURED}
             for i, image in enumerate(part.images):
                 counts = {"tokens": part.tokens[i].numel(), "rounds": int(part.passes[i].max())}
-                yield next(left) | {"image": png_bytes(image), **counts, **measured}
+                yield next(remaining) | {"image": png_bytes(image), **counts, **measured}
 
     def _row(self, record: Record, error: str | None = None) -> dict[str, Any]:
         from visspec.api.sources import seed_of

@@ -28,18 +28,18 @@ def run(arguments: Options) -> None:
     kinds = [kind for kind, plural in registry.KINDS.items() if arguments.kind in (None, plural)]
     tables = {kind: registry.table(kind) for kind in kinds}
     if arguments.json:
-        rows = [row(kind, name, entry) for kind, found in tables.items() for name, entry in found.items()]
+        rows = [row(kind, name, entry) for kind, table in tables.items() for name, entry in table.items()]
         print(json.dumps(rows, indent=1))
     elif arguments.kind is None:
-        for kind, found in tables.items():
+        for kind, table in tables.items():
             start = f"{registry.KINDS[kind]:12}"
-            print(textwrap.fill(", ".join(found), WIDTH, initial_indent=start, subsequent_indent=" " * len(start)))
+            print(textwrap.fill(", ".join(table), WIDTH, initial_indent=start, subsequent_indent=" " * len(start)))
         print("visspec list KIND describes each name and its options, as in lantern:k=100,delta=0.1")
     else:
         rows = [row(kinds[0], name, entry) for name, entry in tables[kinds[0]].items()]
         widths = [max(len(one[key]) for one in rows) for key in ("name", "needs")]
         for one in rows:
-            defaults = {key: found["default"] for key, found in one["options"].items() if found["default"] is not None}
+            defaults = {key: table["default"] for key, table in one["options"].items() if table["default"] is not None}
             options = ",".join(f"{key}={str(value).lower()}" for key, value in defaults.items())
             columns = f"{one['name']:{widths[0]}}  {one['needs']:{widths[1]}}  {one['what']}"
             print(f"{columns} ({options})" if options else columns)

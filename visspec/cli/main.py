@@ -52,9 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     if "run" not in arguments:
         arguments.show()
         return 0
-    shown = warnings.showwarning
+    show_warning = warnings.showwarning
     try:
-        if shown.__module__ == "warnings":  # not replaced by a test that records warnings
+        if show_warning.__module__ == "warnings":  # not replaced by a test that records warnings
             warnings.showwarning = lambda message, *_: print(f"visspec: {message}", file=sys.stderr)
         code = arguments.run(read_options(arguments, arguments.options)) or 0
         sys.stdout.flush()
@@ -71,15 +71,15 @@ def main(argv: list[str] | None = None) -> int:
         print("visspec: interrupted; finished results are kept", file=sys.stderr)
         return 130
     finally:
-        warnings.showwarning = shown
+        warnings.showwarning = show_warning
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
     """Help texts that end with the default, if there is one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        shown = action.default is not False and action.default not in (None, [], argparse.SUPPRESS)
-        return super()._get_help_string(action) if shown else action.help
+        has_default = action.default is not False and action.default not in (None, [], argparse.SUPPRESS)
+        return super()._get_help_string(action) if has_default else action.help
 
 
 class Parser(argparse.ArgumentParser):
@@ -97,19 +97,19 @@ class Parser(argparse.ArgumentParser):
         options = several[self.command] if several else getattr(module, "Options", NoOptions)
         add_options(self, options)
         self.set_defaults(run=module.run, options=options)
-        found, rest = super().parse_known_args(args, namespace)
+        parsed, rest = super().parse_known_args(args, namespace)
         if rest:
-            near = nearest(rest[0], self._option_string_actions) if rest[0].startswith("-") else ""
-            self.error(f"{self.command}: unknown argument {rest[0]}{near and f', expected one such as {near}'}")
-        return found, rest
+            hint = nearest(rest[0], self._option_string_actions) if rest[0].startswith("-") else ""
+            self.error(f"{self.command}: unknown argument {rest[0]}{hint and f', expected one such as {hint}'}")
+        return parsed, rest
 
     def error(self, message: str):
         if kind := re.fullmatch(r"(.+): invalid (int|float) value: '(.*)'", message):
             message = f"{kind[1]}: got {kind[3]}, expected a {'whole ' if kind[2] == 'int' else ''}number"
         if choice := re.fullmatch(r"(?:argument )?(.+): invalid choice: (.+) \(choose from (.+)\)", message):
-            name, got, known = choice[1], *(re.sub("['\"]", "", text) for text in choice.groups()[1:])
-            names = known.split(", ")
-            expected = known if len(names) <= 8 else f"one such as {nearest(got, names)}"
+            name, got, allowed = choice[1], *(re.sub("['\"]", "", text) for text in choice.groups()[1:])
+            names = allowed.split(", ")
+            expected = allowed if len(names) <= 8 else f"one such as {nearest(got, names)}"
             message = f"{name}: got {got}, expected {expected}"
         self.exit(2, f"visspec: {message.removeprefix('argument ')}\n")
 
@@ -119,13 +119,13 @@ def parser() -> Parser:
     top = Parser(prog="visspec", description="Speculative decoding for vision-language and image models.")
     top.add_argument("--version", action="version", version=f"visspec {__version__}")
     top.set_defaults(show=top.print_help)
-    below = {"": top.add_subparsers(dest="command", metavar="command")}
+    groups = {"": top.add_subparsers(dest="command", metavar="command")}
     for name, what in COMMANDS.items():
         group, _, last = name.rpartition(" ")
-        one = below[group].add_parser(last, help=what, formatter_class=HelpFormatter)
+        one = groups[group].add_parser(last, help=what, formatter_class=HelpFormatter)
         if any(other.startswith(f"{name} ") for other in COMMANDS):
             one.set_defaults(show=one.print_help)
-            below[name] = one.add_subparsers(dest="what", metavar="what")
+            groups[name] = one.add_subparsers(dest="what", metavar="what")
         else:
             one.command = name
     return top

@@ -22,11 +22,11 @@ class RecordRun:
         self.bar: Progress
         self.start = self.seconds = 0.0
 
-    def with_bar(self, made: Iterable[Any], total: int | None = None) -> Iterator[Any]:
+    def with_bar(self, results: Iterable[Any], total: int | None = None) -> Iterator[Any]:
         """Yield the results, with a progress bar. `total` counts all records, including existing ones."""
         self.start = time.monotonic()
         with Progress("images", total, self.before if total is None else min(self.before, total)) as self.bar:
-            for one in made:
+            for one in results:
                 yield one
                 self.seconds = time.monotonic() - self.start
                 speed = self.committed / max(self.seconds, 1e-9)
@@ -34,13 +34,13 @@ class RecordRun:
                 self.bar.update(self.before + self.count, figures)
 
     def with_ray(
-        self, read: Callable[[], Iterator[Record]], make: Callable[[], distributed.Making], arguments: Any, group: int
+        self, reader: Callable[[], Iterator[Record]], make: Callable[[], distributed.Making], arguments: Any, group: int
     ) -> Iterator[Any]:
         """Yield the results of the processes of --ray, which take `group` records at a time."""
         auto = arguments.device == "auto" and torch.cuda.is_available()
         gpus = 1.0 if auto or arguments.device.startswith("cuda") else 0.0
         pool = {"workers": arguments.workers, "threads": arguments.threads, "gpus": gpus, "group": group}
-        return distributed.run(read, make, done=self.journal.done, repeated=self.repeat, **pool)
+        return distributed.run(reader, make, done=self.journal.done, repeated=self.repeat, **pool)
 
     @property
     def tau(self) -> float:

@@ -11,8 +11,8 @@ def run(arguments: Options) -> None:
         from visspec.api.training import context as train_context
 
         del changed["preset"]
-        used = {"target", "out", "overwrite", "seed", "device", "dtype", "trust_remote_code"}
-        if strange := sorted({*changed} - used):
+        allowed = {"target", "out", "overwrite", "seed", "device", "dtype", "trust_remote_code"}
+        if strange := sorted({*changed} - allowed):
             raise ValueError(f"--{strange[0].replace('_', '-')}: --preset context has no such option. Leave it out.")
         train_context.run(**changed)
     elif arguments.data is not None:

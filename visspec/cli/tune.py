@@ -93,10 +93,10 @@ def tune_captions(arguments: Options) -> tuple[PreTrainedModel, dict[str, Any]]:
     drafters = arguments.drafters or list(dict.fromkeys(["ngram", *([str(own)] if own else [])]))
     what, where = ("prompts", arguments.prompts) if texts else ("images", ", ".join(arguments.images or ()))
     request = arguments.prompt or default_prompt(str(model.name_or_path))
-    found = read_prompts(arguments.prompts) if records is None else readable(records)
-    items = [replace(one, prompt=one.prompt or request) for one in islice(found, 2 * arguments.count)]
-    if len(items) < (wanted := 2 * max(arguments.batches)):
-        raise ValueError(f"{what}: got {len(items)} that can be read, expected {wanted} or more in {where}.")
+    prompts = read_prompts(arguments.prompts) if records is None else readable(records)
+    items = [replace(one, prompt=one.prompt or request) for one in islice(prompts, 2 * arguments.count)]
+    if len(items) < (least := 2 * max(arguments.batches)):
+        raise ValueError(f"{what}: got {len(items)} that can be read, expected {least} or more in {where}.")
     return model, tune(model, processor, items, drafters, arguments)
 
 
@@ -128,8 +128,8 @@ def tune(
         rows[size] = [{"drafter": PLAIN, "levels": 0, **common}]
         rows[size] += [{"drafter": spec, "levels": n, **common} for spec in specs for n in lengths]
         measure("predicted", model, rows[size], firsts[size], others[size][0], arguments)
-    found = [row for some in rows.values() for row in some]
-    worth = [row for row in found if row["levels"] == 0 or row["predicted_speedup"] >= PAYS]
+    measured = [row for some in rows.values() for row in some]
+    worth = [row for row in measured if row["levels"] == 0 or row["predicted_speedup"] >= PAYS]
     best = sorted(worth, key=lambda row: -row["predicted_images_per_second"])[:FINALISTS]
     checked = []
     for size in {row["batch_size"] for row in best}:
@@ -137,10 +137,10 @@ def tune(
         measure("measured", model, same, others[size], firsts[size][0], arguments)
         checked += [row for row in same if row["levels"] == 0 or row["measured_speedup"] >= PAYS]
     choice = max(checked, key=lambda row: row["measured_images_per_second"])
-    record = measured_on(model, seed=arguments.seed) | {"bench": "tune", "pays": choice["levels"] > 0, "rows": found}
+    record = measured_on(model, seed=arguments.seed) | {"bench": "tune", "pays": choice["levels"] > 0, "rows": measured}
     record["choice"] = {name: choice[name] for name in ("drafter", "acceptance", "levels", "batch_size")}
     record |= {name: choice[name] for name in FIGURES}
-    record["best_predicted"] = max((row["predicted_speedup"] for row in found if row["levels"]), default=1.0)
+    record["best_predicted"] = max((row["predicted_speedup"] for row in measured if row["levels"]), default=1.0)
     record["guarantee"] = "exact" if choice["levels"] == 0 else registry.rule(rule).traits.guarantee
     record |= {"n_prompts": half, "n_checked": len(items) - half, "seed": arguments.seed}
     return record | arguments.generation
@@ -161,12 +161,12 @@ def measure(
     runs, failures = paired.interleave(arms, prompts, [warm])
     if failures:
         raise ValueError(f"images: Captioning failed: {failures[0]}")
-    for row, found in zip(rows, runs.values()):
-        ratio = paired.compare(runs["0"], found, per_token=options["do_sample"])
+    for row, arm_runs in zip(rows, runs.values()):
+        ratio = paired.compare(runs["0"], arm_runs, per_token=options["do_sample"])
         row |= {f"{what}_speedup": ratio["speedup"], f"{what}_ci95": ratio["speedup_ci95"]}
-        images = sum(len(one.tokens) for one in found)
-        row[f"{what}_images_per_second"] = images / sum(one.seconds for one in found)
-        row |= {"tau": paired.tau(found)["tau"], "identical": ratio["identical"], "compared": ratio["compared"]}
+        images = sum(len(one.tokens) for one in arm_runs)
+        row[f"{what}_images_per_second"] = images / sum(one.seconds for one in arm_runs)
+        row |= {"tau": paired.tau(arm_runs)["tau"], "identical": ratio["identical"], "compared": ratio["compared"]}
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------
@@ -176,10 +176,10 @@ def tune_images(arguments: Options, file: Path) -> tuple[PreTrainedModel, dict[s
     """Tune a model that draws. Returns it with the record."""
     pipe = ImagePipeline.from_pretrained(arguments.model, **arguments.hardware)
     pipe.set_progress_bar_config(disable=True)
-    wanted = 2 * arguments.count
-    texts = sources.texts(file)[:wanted]
-    if len(texts) < wanted:
-        raise ValueError(f"--prompts: got {len(texts)} in {file}, expected {wanted} or more (--count).")
+    count = 2 * arguments.count
+    texts = sources.texts(file)[:count]
+    if len(texts) < count:
+        raise ValueError(f"--prompts: got {len(texts)} in {file}, expected {count} or more (--count).")
     return pipe.model, measure_ways(pipe, texts, fitting(pipe, ways(pipe, arguments.acceptance)), arguments.seed)
 
 
@@ -191,21 +191,21 @@ def ways(pipe: ImagePipeline, rule: str) -> dict[str, str]:
     return {str(preset): str(preset) for preset in registry.presets(draws).values() if not preset.parts}
 
 
-def measure_ways(pipe: ImagePipeline, texts: list[str], found: dict[str, str], seed: int) -> dict[str, Any]:
+def measure_ways(pipe: ImagePipeline, texts: list[str], ways: dict[str, str], seed: int) -> dict[str, Any]:
     """Return the record: `rows` of all methods on the first half of the prompts, and the choice."""
     half = len(texts) // 2
-    record = bench(pipe, texts[:half], found, {}, seed)
+    record = bench(pipe, texts[:half], ways, {}, seed)
     rows = {row["name"]: row for row in record["rows"]}
     for row in rows.values():
         row |= {"predicted_speedup": row["over_plain"], "predicted_ci95": row["over_plain_ci95"]}
     plain = rows["plain"] | {"measured_speedup": 1.0, "measured_ci95": [1.0, 1.0]}
     drafting = [row for name, row in rows.items() if name != "plain"]
     best = [row["name"] for row in sorted(drafting, key=lambda row: -row["over_plain"])][:FINALISTS]
-    for row in bench(pipe, texts[half:], {name: found[name] for name in best}, {}, seed + half)["rows"] if best else ():
+    for row in bench(pipe, texts[half:], {name: ways[name] for name in best}, {}, seed + half)["rows"] if best else ():
         rows[row["name"]] |= {"measured_speedup": row["over_plain"], "measured_ci95": row["over_plain_ci95"]}
-    chosen = max((rows[name] for name in best), key=lambda row: row["measured_speedup"], default=plain)
-    pays = chosen["measured_speedup"] >= PAYS
-    choice = chosen if pays else plain
+    winner = max((rows[name] for name in best), key=lambda row: row["measured_speedup"], default=plain)
+    pays = winner["measured_speedup"] >= PAYS
+    choice = winner if pays else plain
     record |= {"bench": "tune", "pays": pays, "n_checked": len(texts) - half}
     record["best_predicted"] = max((rows[name]["over_plain"] for name in best), default=1.0)
     record["choice"] = {name: choice[name] for name in ("drafter", "acceptance", "order")}
@@ -219,8 +219,8 @@ def verdict(record: dict[str, Any]) -> str:
         best = paired.in_words(record["best_predicted"])
         return f"plain decoding is the fastest; the best drafter would be {best}"
     what = f"drafts of {choice['levels']} levels, batches of {choice['batch_size']}" if "levels" in choice else ""
-    chosen = ", ".join(filter(None, (choice["drafter"], what or choice["acceptance"])))
+    settings = ", ".join(filter(None, (choice["drafter"], what or choice["acceptance"])))
     return (
-        f"choice: {chosen}; predicted {record['predicted_speedup']:.2f} ({low:.2f}..{high:.2f}) times plain decoding,"
+        f"choice: {settings}; predicted {record['predicted_speedup']:.2f} ({low:.2f}..{high:.2f}) times plain decoding,"
         f" measured {record['measured_speedup']:.2f} on {record['n_checked']} others; {record['guarantee']}"
     )

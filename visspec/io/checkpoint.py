@@ -124,9 +124,9 @@ def check_folder(folder: str | Path) -> Path:
     return path
 
 
-def read_tensors(folder: Path, wanted: Collection[str] | None = None) -> dict[str, Tensor]:
+def read_tensors(folder: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
     """Read all tensors of a folder's safetensors files, or those with these names."""
-    return _each_tensor(folder, lambda file, name: file.get_tensor(name), wanted)
+    return _each_tensor(folder, lambda file, name: file.get_tensor(name), names)
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -135,21 +135,21 @@ def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _each_tensor(
-    folder: Path, get: Callable[[safe_open, str], Value], wanted: Collection[str] | None = None
+    folder: Path, get: Callable[[safe_open, str], Value], names: Collection[str] | None = None
 ) -> dict[str, Value]:
-    found: dict[str, Value] = {}
+    tensors: dict[str, Value] = {}
     for path in weight_files(folder):
-        found |= read_file(path, get, wanted)
-    return found
+        tensors |= read_file(path, get, names)
+    return tensors
 
 
 def read_file(
-    path: Path, get: Callable[[safe_open, str], Value], wanted: Collection[str] | None = None
+    path: Path, get: Callable[[safe_open, str], Value], names: Collection[str] | None = None
 ) -> dict[str, Value]:
     """Return what `get` reads from the tensors of a safetensors file, or from those with these names."""
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: get(file, name) for name in file.keys() if wanted is None or name in wanted}
+            return {name: get(file, name) for name in file.keys() if names is None or name in names}
     except Exception as error:
         raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error}).") from None
 
@@ -176,30 +176,30 @@ def weight_sets(tensors: Mapping[str, Value], where: str | Path) -> tuple[dict[s
 
 
 def _strip_prefixes(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:
-    found: dict[str, Value] = {}
+    stripped: dict[str, Value] = {}
     for name, tensor in tensors.items():
         short = re.sub(r"(^|\.)_orig_mod\.", r"\1", name)
-        if short in found:
+        if short in stripped:
             raise ValueError(f"checkpoint: {where} holds tensor {short!r} twice, expected the weights of one model.")
-        found[short] = tensor
-    while found and all(name.startswith("module.") for name in found):
-        found = {name.removeprefix("module."): tensor for name, tensor in found.items()}
-    return found
+        stripped[short] = tensor
+    while stripped and all(name.startswith("module.") for name in stripped):
+        stripped = {name.removeprefix("module."): tensor for name, tensor in stripped.items()}
+    return stripped
 
 
-def check_values(name: str, value: Tensor, wanted: Tensor, where: str | Path) -> None:
+def check_values(name: str, value: Tensor, parameter: Tensor, where: str | Path) -> None:
     """Raise ValueError if values don't fit a tensor of the module: wrong kind, not finite, or out of range."""
-    if value.is_floating_point() != wanted.is_floating_point():
-        found, expected = (str(t.dtype).removeprefix("torch.") for t in (value, wanted))
-        raise ValueError(f"checkpoint: tensor {name!r} of {where} has the dtype {found}, expected {expected}.")
+    if value.is_floating_point() != parameter.is_floating_point():
+        dtype_read, expected = (str(t.dtype).removeprefix("torch.") for t in (value, parameter))
+        raise ValueError(f"checkpoint: tensor {name!r} of {where} has the dtype {dtype_read}, expected {expected}.")
     if not value.is_floating_point() or not value.numel():
         return
     wide = value if value.element_size() > 1 else value.float()  # float8 does not support aminmax
     low, high = wide.aminmax()
     if not bool((low.isfinite() & high.isfinite()).all()):
         raise ValueError(f"checkpoint: tensor {name!r} of {where} has values that are not finite, expected numbers.")
-    if max(-float(low), float(high)) > torch.finfo(wanted.dtype).max:
-        dtype = str(wanted.dtype).removeprefix("torch.")
+    if max(-float(low), float(high)) > torch.finfo(parameter.dtype).max:
+        dtype = str(parameter.dtype).removeprefix("torch.")
         raise ValueError(f"checkpoint: tensor {name!r} of {where} has values beyond {dtype}, expected a wider dtype.")
 
 
@@ -214,9 +214,9 @@ def check_shapes(
         raise ValueError(
             f"checkpoint: {where} {what} tensor {named(name)!r}, expected the module's {len(expected_tensors)}."
         )
-    for name, found in shapes.items():
-        if found != (expected := tuple(expected_tensors[name].shape)):
-            raise ValueError(f"checkpoint: tensor {named(name)!r} of {where} has shape {found}, expected {expected}.")
+    for name, shape in shapes.items():
+        if shape != (expected := tuple(expected_tensors[name].shape)):
+            raise ValueError(f"checkpoint: tensor {named(name)!r} of {where} has shape {shape}, expected {expected}.")
 
 
 def write_folder(folder: str | Path, tensors: Mapping[str, Tensor], entries: Mapping[str, Any]) -> None:

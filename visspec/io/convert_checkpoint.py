@@ -27,11 +27,11 @@ def convert(path: Path, out: Path) -> None:
     ValueError if there are no tensors.
     """
     plain, averaged = state_dicts(content_of(path), path)
-    chosen = averaged or plain
-    if not chosen:
+    weights = averaged or plain
+    if not weights:
         where = ", ".join((*WRAPPERS, *AVERAGES))
         raise ValueError(f"path: {path} holds no tensors, expected a state dict or one under {where}.")
-    tensors = {name: value.detach().contiguous().clone() for name, value in chosen.items()}
+    tensors = {name: value.detach().contiguous().clone() for name, value in weights.items()}
     save_file(tensors, out, metadata={"format": "pt"})
 
 
@@ -58,15 +58,15 @@ def reason(error: Exception) -> str:
 
 def state_dicts(content: object, path: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return (weights, averaged weights) in a file's content; either may be empty."""
-    beside: dict[str, Tensor] = {}
+    average: dict[str, Tensor] = {}
     while isinstance(content, Mapping):
-        if not beside and (key := next((k for k in AVERAGES if isinstance(content.get(k), Mapping)), None)):
+        if not average and (key := next((k for k in AVERAGES if isinstance(content.get(k), Mapping)), None)):
             plain, averaged = state_dicts(content[key], path)
-            beside = plain or averaged
+            average = plain or averaged
         inner = next((content[k] for k in WRAPPERS if isinstance(content.get(k), Mapping)), None)
         if inner is None:
             tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
             plain, averaged = weight_sets(tensors, path)
-            return plain, beside or averaged
+            return plain, average or averaged
         content = inner
-    return {}, beside
+    return {}, average

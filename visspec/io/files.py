@@ -20,7 +20,7 @@ TRIAL = 4096  # number of bytes written to test for a full disk
 
 
 @contextmanager
-def naming(path: str | Path) -> Iterator[None]:
+def file_errors(path: str | Path) -> Iterator[None]:
     """Context manager that adds this file to system errors without a name, and wraps decoding errors."""
     try:
         yield
@@ -33,7 +33,7 @@ def naming(path: str | Path) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: str | Path) -> Iterator[Path]:
+def atomic_write(path: str | Path) -> Iterator[Path]:
     """Context manager for a temporary path next to `path`, which is moved to `path` if the block does not raise. If the
     process is killed, `path` is unchanged. An error leaves no file. Parent folders are created. Symbolic links are
     followed, and special files (a pipe, /dev/stdout) are written directly.
@@ -47,7 +47,7 @@ def replacing(path: str | Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with naming(path):
+        with file_errors(path):
             yield draft
             with open(draft, "rb") as file:
                 os.fsync(file.fileno())
@@ -61,7 +61,7 @@ def write_json(path: str | Path | None, value: object) -> None:
     """Write a value as JSON; does nothing if `path` is None."""
     if path is None:
         return
-    with replacing(path) as draft:
+    with atomic_write(path) as draft:
         draft.write_text(json.dumps(value, indent=1) + "\n")
 
 
@@ -87,15 +87,15 @@ def same_settings(home: Path, path: str | Path, about: dict[str, Any]) -> None:
     if not home.exists():
         write_json(home, about)
         return
-    before = None
+    stored = None
     with suppress(ValueError):
-        before = loads(home.read_bytes())
-    if not isinstance(before, dict):
+        stored = loads(home.read_bytes())
+    if not isinstance(stored, dict):
         raise ValueError(f"{home}: got no JSON object, expected the settings of the records in {path}.")
     for name, value in json.loads(json.dumps(about)).items():
-        if name != "provenance" and before.get(name) != value:
-            made = f"records made with {before.get(name)!r}"
-            raise ValueError(f"{path}: got {name} {value!r} and {made}. Use the same value or another place.")
+        if name != "provenance" and stored.get(name) != value:
+            problem = f"records made with {stored.get(name)!r}"
+            raise ValueError(f"{path}: got {name} {value!r} and {problem}. Use the same value or another place.")
 
 
 def check_there(path: Path) -> None:
@@ -151,21 +151,21 @@ class Journal:
             self.failed.add(record["id"])
 
     def _take_failed_out(self) -> None:
-        with replacing(self.path) as draft:
-            kept = open(draft, "a+b")
-            lock(kept, self.path)
+        with atomic_write(self.path) as draft:
+            new = open(draft, "a+b")
+            lock(new, self.path)
             self._file.seek(0)
-            kept.writelines(line for line in self._file if json.loads(line)["id"] not in self.failed)
-            kept.flush()
+            new.writelines(line for line in self._file if json.loads(line)["id"] not in self.failed)
+            new.flush()
         self._file.close()
-        self._file = kept
+        self._file = new
         self.done -= self.failed
         self.failed.clear()
 
     def add(self, record: dict[str, Any]) -> None:
         """Append a record. It is then safe even if the process is killed."""
         check_there(self.path)
-        with naming(self.path):
+        with file_errors(self.path):
             self._file.write((json.dumps(record) + "\n").encode())
             self._file.flush()
         self._note(record)
@@ -177,7 +177,7 @@ class Journal:
             yield from map(json.loads, file)
 
     def __exit__(self, kind, error, trace) -> None:
-        with naming(self.path):
+        with file_errors(self.path):
             self._file.close()
         if kind is None:
             check_there(self.path)

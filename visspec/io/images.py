@@ -57,8 +57,8 @@ def data_url_bytes(url: str, name: str) -> bytes:
 
 def image_size(data: bytes, name: str, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
     """Return width and height from an image's header. Raises ValueError as `open_image` if the header is invalid."""
-    with _errors(name, max_pixels), _header(io.BytesIO(data), name, max_pixels) as found:
-        return found.size
+    with _errors(name, max_pixels), _header(io.BytesIO(data), name, max_pixels) as image:
+        return image.size
 
 
 @contextmanager
@@ -95,10 +95,10 @@ def _header(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Itera
 
 def _open(file: Path | io.BytesIO, path: str | Path, max_pixels: int) -> Image.Image:
     with _errors(path, max_pixels):
-        with _header(file, path, max_pixels) as found:
-            found.load()
-            image = ImageOps.exif_transpose(found)
-        del found  # frees the pixels, which were copied
+        with _header(file, path, max_pixels) as opened:
+            opened.load()
+            image = ImageOps.exif_transpose(opened)
+        del opened  # frees the pixels, which were copied
         if image.mode.startswith("I;16"):  # Pillow would clip 16-bit grey instead of scaling it
             image = image.convert("I").point(lambda v: v / 257).convert("L")
         if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:

@@ -91,12 +91,12 @@ class World:
         if labels:
             return {row["prompt"] for row in self.prompts()} <= set(labels)
         tokenizer = getattr(processor, "tokenizer", processor)
-        known = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+        vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
         if use == "prompts":
             texts = [row["prompt"] for row in self.prompts()]
         else:
             texts = [text for row in self.rows for text in (row["caption"], *row["questions"], *row["answers"])]
-        return bool(texts) and set(" ".join(texts).split()) <= set(known)
+        return bool(texts) and set(" ".join(texts).split()) <= set(vocabulary)
 
 
 @dataclass(frozen=True)
@@ -135,8 +135,8 @@ def scenes(world: str | None = None, processor: object = None, use: str = "capti
     if not worlds:
         raise ValueError(f"world: got {world!r}, but no scenes are included without {PACKAGE}.")
     if world is None:
-        known = worlds.values() if processor is not None else ()
-        return next((each for each in known if each.known_to(processor, use)), next(iter(worlds.values())))
+        candidates = worlds.values() if processor is not None else ()
+        return next((each for each in candidates if each.known_to(processor, use)), next(iter(worlds.values())))
     if world not in worlds:
         raise ValueError(f"world: got {world!r}, expected one of {', '.join(worlds)}.")
     return worlds[world]
@@ -220,8 +220,8 @@ def check_model(spec: str | Path) -> bool:
     try:
         hub.require(spec)
     except ValueError as error:
-        near = f" or an included model, such as {nearest(spec, table().models)}" if table().models else ""
-        raise ValueError(f"{error}{'' if '/' in spec else f', expected a folder, a hub id{near}'}") from None
+        hint = f" or an included model, such as {nearest(spec, table().models)}" if table().models else ""
+        raise ValueError(f"{error}{'' if '/' in spec else f', expected a folder, a hub id{hint}'}") from None
     return False
 
 
@@ -242,9 +242,9 @@ def difference(name: str, model: ConfiguredModel) -> tuple[str, Any, Any] | None
     there, here = read_json(folder(name), "config.json"), model.config.to_dict()
     there = there.get("target", there)
     for part in ("", "text_config", "vision_config"):
-        wanted, found = (there.get(part) or {}, here.get(part) or {}) if part else (there, here)
-        for key, value in wanted.items():
+        expected, actual = (there.get(part) or {}, here.get(part) or {}) if part else (there, here)
+        for key, value in expected.items():
             architecture = isinstance(value, (int, str)) and key not in NOT_ARCHITECTURE
-            if architecture and found.get(key) != value:
-                return f"{part}.{key}" if part else key, value, found.get(key)
+            if architecture and actual.get(key) != value:
+                return f"{part}.{key}" if part else key, value, actual.get(key)
     return None

@@ -75,8 +75,8 @@ def add_options(parser: argparse.ArgumentParser, record: type) -> None:
         if positional:
             parser.add_argument(one.name, **more)
             continue
-        given = one.default if one.default_factory is MISSING else one.default_factory()
-        more |= {"required": True} if given is MISSING else {"default": given}
+        default = one.default if one.default_factory is MISSING else one.default_factory()
+        more |= {"required": True} if default is MISSING else {"default": default}
         name = f"--{one.name.replace('_', '-')}" if len(one.name) > 1 else f"-{one.name}"
         names = [name, short] if short else [name]
         parser.add_argument(*names, dest=one.name, **more)

@@ -52,8 +52,8 @@ def read_clip(path: str | Path, frames: int = FRAMES, max_pixels: int = MAX_PIXE
             count = sum(packet.pts is not None for packet in file.demux(stream))  # some headers don't contain it
             indices = sorted({(2 * i + 1) * count // (2 * frames) for i in range(frames)})
             file.seek(0)
-            chosen = [frame for i, frame in zip(range(indices[-1] + 1), file.decode(stream)) if i in indices]
-            images = [frame.to_image().convert("RGB").rotate(frame.rotation, expand=True) for frame in chosen]
+            frames_read = [frame for i, frame in zip(range(indices[-1] + 1), file.decode(stream)) if i in indices]
+            images = [frame.to_image().convert("RGB").rotate(frame.rotation, expand=True) for frame in frames_read]
             fps, indices = float(stream.average_rate or 1), indices[: len(images)]
     except ImportError:
         raise ValueError(f"{path}: av is not installed. Run pip install 'visspec[video]'.") from None

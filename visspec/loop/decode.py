@@ -147,10 +147,10 @@ def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) 
         (length,), path, real, parent, values, following = [numbers[i:j] for i, j in pairwise(ends)]
         path = path[:length]
         end, row = path[-1], state.rows[b]
-        below = range(end + 1, tree.size)[:1] if tree.chain else children(parent, end)
+        next_nodes = range(end + 1, tree.size)[:1] if tree.chain else children(parent, end)
         state.trace.chain.append(len(path) if tree.chain else first_children(parent, path))
         new_tokens = output.new_tokens(row, path, values, following)
-        had_rejection.append(any([real[n] for n in below]) if real else len(below) > 0)
+        had_rejection.append(any([real[n] for n in next_nodes]) if real else len(next_nodes) > 0)
         last = "corrected" if had_rejection[b] else "bonus" if len(path) > 1 else "plain"
         count = output.append(row, new_tokens)
         origin[row] += [*["drafted"] * (len(path) - 1), last][:count]
@@ -183,7 +183,7 @@ def children(parents: list[int], node: int) -> list[int]:
 
 def first_children(parents: list[int], path: list[int]) -> int:
     """Return the number of nodes of a path, root included, before the first one that is not a first child."""
-    ends = (n for n, (above, node) in enumerate(pairwise(path), 1) if parents.index(above) != node)
+    ends = (n for n, (parent, node) in enumerate(pairwise(path), 1) if parents.index(parent) != node)
     return next(ends, len(path))
 
 
@@ -235,16 +235,16 @@ class TokenBuffer:
         them. Returns how many were added.
         """
         request, tokens = self.request.of(row)[0], self.tokens[row]
-        before = len(tokens)
+        start = len(tokens)
         for token in new_tokens:
             tokens.append(token)
-            over = token in request.eos or len(tokens) >= request.max_new_tokens
-            if over or (request.stop is not None and request.stop(self.ids(row))):
+            ended = token in request.eos or len(tokens) >= request.max_new_tokens
+            if ended or (request.stop is not None and request.stop(self.ids(row))):
                 self.finished.add(row)
                 break
-        if request.on_tokens is not None and request.on_tokens(tokens[before:]):
+        if request.on_tokens is not None and request.on_tokens(tokens[start:]):
             self.finished.add(row)
-        return len(tokens) - before
+        return len(tokens) - start
 
     def record(self, row: int, b: int, path: list[int], count: int, scores: Scores) -> None:
         """Store the distributions of the tokens just added, if the request asks for them."""
@@ -272,8 +272,8 @@ class TokenBuffer:
         """Copy rows of another buffer to these places; a place beyond the end is appended."""
         for row, place in zip(rows, places):
             if place == len(self.tokens):
-                for kept in (self.tokens, self.distributions, self.raw):
-                    kept.append([])
+                for columns in (self.tokens, self.distributions, self.raw):
+                    columns.append([])
             self.tokens[place], self.distributions[place], self.raw[place] = (
                 other.tokens[row],
                 other.distributions[row],

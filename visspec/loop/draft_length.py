@@ -64,32 +64,32 @@ class CostTable:
 
     def add(self, size: int, seconds: float, warm: bool = True) -> None:
         """Learn from a measurement. One that is not warm, and too long, only bounds the next ones."""
-        known, count = self.at(size), self.counts.get(size, 0)
+        expected, count = self.at(size), self.counts.get(size, 0)
         if not warm:
-            self.seconds[size] = min(seconds, known or seconds)
+            self.seconds[size] = min(seconds, expected or seconds)
             return
-        if known > 0 and self.foreign:
-            self.seconds, self.foreign = {n: t * seconds / known for n, t in self.seconds.items()}, False
-        elif known > 0:
-            seconds = min(seconds, (OUTLIER if count else STALLED) * known)
+        if expected > 0 and self.foreign:
+            self.seconds, self.foreign = {n: t * seconds / expected for n, t in self.seconds.items()}, False
+        elif expected > 0:
+            seconds = min(seconds, (OUTLIER if count else STALLED) * expected)
         self.counts[size] = count = min(count + 1, MEMORY)
-        before = self.seconds.get(size, seconds)
-        self.seconds[size] = before + (seconds - before) / count
+        average = self.seconds.get(size, seconds)
+        self.seconds[size] = average + (seconds - average) / count
         self.used.add(size)
 
     def at(self, size: int) -> float:
         """Seconds of a size; 0.0 where nothing is known."""
         if size in self.seconds:
             return self.seconds[size]
-        known = sorted(self.seconds)
-        i = bisect_left(known, size)
+        sizes = sorted(self.seconds)
+        i = bisect_left(sizes, size)
         if i == 0:
-            return self.seconds[known[0]] if known else 0.0
-        if i == len(known):
+            return self.seconds[sizes[0]] if sizes else 0.0
+        if i == len(sizes):
             if i < 3:  # the step from one node to two says nothing about the next ones
-                return self.seconds[known[-1]]
+                return self.seconds[sizes[-1]]
             i -= 1
-        low, high = known[i - 1 : i + 1]
+        low, high = sizes[i - 1 : i + 1]
         first, last = self.seconds[low], self.seconds[high]
         seconds = OPTIMISM * (first + (last - first) * (size - low) / (high - low))
         return max(seconds, last) if size > high else seconds
@@ -133,22 +133,22 @@ class AcceptanceRates:
             priors = [(sum(self.accepted) + PRIOR_RATE) / (sum(self.attempts) + 1)] * self.levels
         else:
             narrower = self.narrower.rates()
-            known = sum(n * (1 - rate) for n, rate in zip(self.attempts, narrower))
-            share = min((sum(self.attempts) - sum(self.accepted) + MISSES) / (known + 1), 1.0)
+            misses = sum(n * (1 - rate) for n, rate in zip(self.attempts, narrower))
+            share = min((sum(self.attempts) - sum(self.accepted) + MISSES) / (misses + 1), 1.0)
             priors = [1 - share * (1 - rate) for rate in narrower]
         return [
             (accepted + prior * PRIOR_WEIGHT) / (attempts + PRIOR_WEIGHT)
             for accepted, attempts, prior in zip(self.accepted, self.attempts, priors)
         ]
 
-    def offered(self) -> list[float]:
+    def offer_rates(self) -> list[float]:
         """How often a draft has a node at a depth that its path reaches. Rows of a batch may have shorter drafts."""
         return [(n + PRIOR_WEIGHT) / (reached + PRIOR_WEIGHT) for n, reached in zip(self.attempts, self.reached)]
 
     def expected(self, limit: int) -> Iterator[float]:
         """Expected tokens of a round that drafts 1, 2, ... levels."""
         expected = reach = 1.0
-        for offered, rate, _ in zip(self.offered(), self.rates(), range(limit)):
+        for offered, rate, _ in zip(self.offer_rates(), self.rates(), range(limit)):
             reach *= offered * rate
             expected += reach
             yield expected
@@ -188,7 +188,7 @@ class Costs:
     def draft(self, structure: Structure) -> CostTable:
         """The table of a structure; a new one starts with that of the widest narrower one."""
         if structure not in self.drafts:
-            narrower = max((known for known in self.drafts if known < structure), default=None)
+            narrower = max((other for other in self.drafts if other < structure), default=None)
             self.drafts[structure] = CostTable(None if narrower is None else self.drafts[narrower].seconds)
             self.drafts[structure].seconds[0] = 0.0
         return self.drafts[structure]
@@ -290,7 +290,7 @@ class AdaptiveLength(DraftLengthPolicy):
     def acceptance(self, structure: Structure = OWN) -> AcceptanceRates:
         """Return the measured acceptance of a structure."""
         if structure not in self.accepted:
-            narrower = max((known for known in self.structures if known < structure), default=None)
+            narrower = max((other for other in self.structures if other < structure), default=None)
             rates = None if narrower is None else self.acceptance(narrower)
             self.accepted[structure] = AcceptanceRates(self.levels, rates)
         return self.accepted[structure]
@@ -299,8 +299,8 @@ class AdaptiveLength(DraftLengthPolicy):
         """The costs of so many rows behind a context; new ones start with those of the nearest."""
         key = (rows.bit_length(), max(context // SHORT, 0).bit_length())
         if key not in self.costs:
-            near = min(self.costs, key=lambda k: (abs(k[0] - key[0]), abs(k[1] - key[1])), default=None)
-            self.costs[key] = Costs() if near is None else self.costs[near].start()
+            nearest = min(self.costs, key=lambda k: (abs(k[0] - key[0]), abs(k[1] - key[1])), default=None)
+            self.costs[key] = Costs() if nearest is None else self.costs[nearest].start()
         return self.costs[key]
 
     def depth(self, state: State) -> int:
@@ -387,16 +387,16 @@ class AdaptiveLength(DraftLengthPolicy):
             expected: Tokens that a pass over 1, 2, ... nodes is expected to commit.
         """
         with self._lock:
-            passes, beside = costs.passes, costs.counted.at(1)
+            passes, drafting = costs.passes, costs.counted.at(1)
             if 1 not in passes.seconds:
                 return 1
-            best, speed = 1, max(GAIN * expected[0] / (passes.seconds[1] + beside), COPY_GAIN * offer)
+            best, speed = 1, max(GAIN * expected[0] / (passes.seconds[1] + drafting), COPY_GAIN * offer)
             for size in SIZES[1:]:
                 if size > min(REACH * max(passes.seconds), 2 * len(expected)):  # it may be padded to a cheaper size
                     break
-                found = expected[min(size, len(expected)) - 1] / (passes.at(size) + beside)
-                if found > speed:
-                    best, speed = size, found
+                rate = expected[min(size, len(expected)) - 1] / (passes.at(size) + drafting)
+                if rate > speed:
+                    best, speed = size, rate
             return best
 
     def pad(self, state: State, nodes: int) -> int:
@@ -415,12 +415,12 @@ class AdaptiveLength(DraftLengthPolicy):
         costs.rounds += 1
         self.committed += sum(committed) / len(committed)
         # On CUDA the pass is queued in `verify` and finishes in `accept`.
-        verified, beside = latest["verify"] + latest["accept"], latest["draft"] + latest["observe"]
+        verified, drafting = latest["verify"] + latest["accept"], latest["draft"] + latest["observe"]
         warm = self.rounds > WARM_UP - self.counts_nodes
-        self._time(trace, costs, verified, beside, warm)
+        self._time(trace, costs, verified, drafting, warm)
         if warm:
-            self._charge(trace, costs, verified + beside, beside)
-            self.elapsed += verified + beside
+            self._charge(trace, costs, verified + drafting, drafting)
+            self.elapsed += verified + drafting
         if (self.counts_nodes or self.copies) and trace.requested:
             costs.vain = 0 if levels else costs.vain + 1
             if costs.vain >= VAIN:
@@ -436,32 +436,32 @@ class AdaptiveLength(DraftLengthPolicy):
         if max(committed) > 1:
             costs.rest, costs.doubted = FIRST_REST, False
 
-    def _time(self, trace: Trace, costs: Costs, verified: float, beside: float, warm: bool) -> None:
+    def _time(self, trace: Trace, costs: Costs, verified: float, drafting: float, warm: bool) -> None:
         """Add the seconds of a round's pass, and those beside it, to the tables."""
         levels = trace.rounds[-1].levels
-        behind, costs.after_plain = costs.after_plain, not levels or trace.counted
+        after_plain, costs.after_plain = costs.after_plain, not levels or trace.counted
         if trace.counted:
             costs.passes.add(trace.nodes, verified, warm)
             if trace.requested:
-                costs.counted.add(1, beside, warm)
+                costs.counted.add(1, drafting, warm)
         elif not levels:
             costs.passes.add(1, verified, warm)
-        elif not behind:
+        elif not after_plain:
             costs.passes.add(trace.nodes, verified, warm)
-            costs.draft(trace.structure).add(levels, beside, warm)
+            costs.draft(trace.structure).add(levels, drafting, warm)
 
-    def _charge(self, trace: Trace, costs: Costs, seconds: float, beside: float) -> None:
+    def _charge(self, trace: Trace, costs: Costs, seconds: float, drafting: float) -> None:
         """Charge the account, which saves up some gains, with the seconds of a round."""
         levels, committed, _ = trace.rounds[-1]
         if levels:
-            beside = costs.counted.at(1) if trace.counted else costs.draft(trace.structure).at(levels)
-            usual = costs.passes.at(trace.nodes) + beside
-            known = costs.passes.counts.get(trace.nodes, 0) > 1  # then the draft is not charged for a stall
-            seconds = usual if known else min(seconds, 2 * usual)
+            drafting = costs.counted.at(1) if trace.counted else costs.draft(trace.structure).at(levels)
+            usual = costs.passes.at(trace.nodes) + drafting
+            measured = costs.passes.counts.get(trace.nodes, 0) > 1  # then the draft is not charged for a stall
+            seconds = usual if measured else min(seconds, 2 * usual)
             costs.dearest = max(costs.dearest, seconds)
             spent = seconds - costs.step * sum(committed) / len(committed)
         elif trace.requested:  # nothing was found
-            spent = beside
+            spent = drafting
         else:  # reading while it rests, of which only a part is charged: a debt could grow while it is paid
             spent = min(trace.latest["observe"], self.share * costs.step / 2)
         self.overhead = max(self.overhead + spent, -SAVED * costs.step)

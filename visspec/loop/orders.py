@@ -95,23 +95,23 @@ class RejectedRegions(Order):
     def _ready(self, decoder: OutOfOrderDecoder, b: int, island: Places) -> Places:
         """Return the positions of an island that can be generated now: one, or with a window one per image row."""
         assert self.rule is not None
-        known, window = decoder.known[b], self.rule.window
+        has_code, window = decoder.known[b], self.rule.window
         if window is None:
-            return [u for u in island[:1] if known[decoder.free[decoder.number[u] - 1]]]
+            return [u for u in island[:1] if has_code[decoder.free[decoder.number[u] - 1]]]
         first: dict[int, int] = {}
         for u in island:
             first.setdefault(decoder.number[u] // decoder.columns, u)
-        return [u for u in first.values() if all(known[t] for t in decoder.over(u, window))]
+        return [u for u in first.values() if all(has_code[t] for t in decoder.row_above(u, window))]
 
 
 def islands(places: Places, where: dict[int, tuple[int, int]]) -> list[Places]:
     """Return the sorted 8-connected components of the places, by first place. `where` has rows and columns."""
-    left, components = {where[u]: u for u in places}, []
-    while left:
-        edge, island = [next(iter(left))], []
+    remaining, components = {where[u]: u for u in places}, []
+    while remaining:
+        edge, island = [next(iter(remaining))], []
         while edge:
             row, column = edge.pop()
-            u = left.pop((row, column), None)
+            u = remaining.pop((row, column), None)
             if u is None:
                 continue
             island.append(u)

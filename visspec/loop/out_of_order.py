@@ -100,7 +100,7 @@ class OutOfOrderDecoder:
             end += 1
         return list(range(place, end))
 
-    def over(self, place: int, window: int) -> Places:
+    def row_above(self, place: int, window: int) -> Places:
         """Return up to `window` places of the image row above, starting at this column."""
         n = self.number[place]
         end = min(n % self.columns + window, self.columns) - n % self.columns
@@ -116,9 +116,9 @@ class OutOfOrderDecoder:
         final, extra = [], []
         for b, places in enumerate(wanted):
             final.append(set(self.due(b) if places else ()))
-            before = {u - 1: self.above.get(u, u - 1) for u in places if u > 0 and u - 1 not in final[b]}
-            final[b] |= {t for t in before if self.cached[b][t]}
-            extra.append({t: t if self.known[b][t] else s for t, s in before.items() if t not in final[b]})
+            sources = {u - 1: self.above.get(u, u - 1) for u in places if u > 0 and u - 1 not in final[b]}
+            final[b] |= {t for t in sources if self.cached[b][t]}
+            extra.append({t: t if self.known[b][t] else s for t, s in sources.items() if t not in final[b]})
         distributions, at = self._run(final, extra)
         for b, places in enumerate(wanted):
             self.fresh[b] = list(places) or self.fresh[b]

@@ -140,7 +140,7 @@ class SafeDrafter(Drafter):
         check_tensor("tree.parent", tree.parent, shape, torch.long, like.device)
         check_tensor("tree.depth", tree.depth, shape, torch.long, like.device)
         check_tensor("tree.ancestor", tree.ancestor, (*shape, size), torch.bool, like.device)
-        value, possible, allowed = self.distribution.drafted(draft.value, (rows, size), like)
+        value, possible, allowed = self.distribution.check_drafted(draft.value, (rows, size), like)
         wrong, real = ~possible, possible
         if self.prompt_ids > self.vocab:  # a drafter may copy such ids from the prompt
             wrong = wrong & ((draft.value < 0) | (draft.value >= self.prompt_ids))

@@ -160,5 +160,5 @@ def check(drafter: Drafter | None, rule: Acceptance, target: Target) -> None:
         and rule.traits.whole_chains,
         f"samples, expected point masses for the rule {name}": traits.samples and not rule.traits.judges_draws,
     }
-    for fault in (fault for fault, found in faults.items() if found):
+    for fault in (fault for fault, is_wrong in faults.items() if is_wrong):
         raise ValueError(f"drafter: {kind} {fault}")

@@ -132,12 +132,12 @@ def text_pieces(tokenizer, tokens: list[int], origin: list[str]) -> list[tuple[s
     """Return the text that each token added to the decoded text, with the token's origin."""
     if tokenizer is None:
         return [(f" {token}", kind) for token, kind in zip(tokens, origin)]
-    pieces, before = [], ""
+    pieces, previous = [], ""
     for end, kind in enumerate(origin, start=1):
         text = tokenizer.decode(tokens[:end], skip_special_tokens=True)
-        whole = text.startswith(before)  # else the token completes the last character
-        pieces.append((text[len(before) - (not whole) :], kind))
-        before = text
+        whole = text.startswith(previous)  # else the token completes the last character
+        pieces.append((text[len(previous) - (not whole) :], kind))
+        previous = text
     return pieces
 
 

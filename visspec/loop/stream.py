@@ -60,11 +60,11 @@ class Row:
             each if isinstance(each, NodeProcessor) else CaughtProcessor(self, each)
             for each in request.sampling.processors
         )
-        called = processors or request.stop is not None
+        guards = processors or request.stop is not None
         self.request = replace(
             request,
             sampling=replace(request.sampling, processors=processors),
-            stop=self._caught(request.stop) if called else None,
+            stop=self._caught(request.stop) if guards else None,
             on_tokens=self._caught(request.on_tokens) if request.on_tokens else None,
         )
 
@@ -97,9 +97,9 @@ class CaughtProcessor(RowProcessor):
         scores = self.caught.call_user(self.processor, ids_L[None], scores_V[None].clone())
         return scores_V if scores is None else scores[0]
 
-    def forced(self, index: int, ids: list[int]) -> int | None:
+    def forced_token(self, index: int, ids: list[int]) -> int | None:
         inner = self.processor
-        return self.caught.call_user(inner.forced, index, ids) if isinstance(inner, RowProcessor) else None
+        return self.caught.call_user(inner.forced_token, index, ids) if isinstance(inner, RowProcessor) else None
 
 
 class RunningBatch:
@@ -257,9 +257,9 @@ def fill_places(stay: list[bool]) -> list[int] | None:
     """Return the rows that stay, the last ones in the places of rows that leave. None if all stay."""
     if all(stay):
         return None
-    left = sum(stay)
-    last = [b for b in range(left, len(stay)) if stay[b]]
-    return [b if stay[b] else last.pop() for b in range(left)]
+    count = sum(stay)
+    last = [b for b in range(count, len(stay)) if stay[b]]
+    return [b if stay[b] else last.pop() for b in range(count)]
 
 
 def join(
@@ -282,8 +282,8 @@ def join(
     state.rows = state.rows + places
     if drafter is not None:
         drafter.join(state, other, take)
-    asked = ((state.request.of(row)[0], state.tokens[row]) for row in state.rows)
-    state.trace.context = max(request.prompt.shape[1] + len(tokens) for request, tokens in asked)
+    requests = ((state.request.of(row)[0], state.tokens[row]) for row in state.rows)
+    state.trace.context = max(request.prompt.shape[1] + len(tokens) for request, tokens in requests)
 
 
 def _merged_drift(state: State, other: State, rows: list[int], places: list[int]) -> Tensor:

@@ -24,10 +24,10 @@ def spread(rows: int, columns: int) -> tuple[int, ...]:
     """Return the order that draws each code as far as possible from earlier ones; ties in raster order."""
     place = torch.arange(rows * columns)
     at = torch.stack([place // columns, place % columns], dim=1)
-    near, order = torch.full((len(place),), rows**2 + columns**2 + 1), [0]
+    distance, order = torch.full((len(place),), rows**2 + columns**2 + 1), [0]
     for _ in range(len(place) - 1):
-        near = torch.minimum(near, (at - at[order[-1]]).square().sum(dim=1))
-        order.append(int(near.argmax()))
+        distance = torch.minimum(distance, (at - at[order[-1]]).square().sum(dim=1))
+        order.append(int(distance.argmax()))
     return tuple(order)
 
 
@@ -36,12 +36,12 @@ def halton(rows: int, columns: int) -> tuple[int, ...]:
     """Return the places in the order of the Halton sequence with bases 2 (rows) and 3 (columns) (Besnier et al.,
     "Halton scheduler for masked generative image transformer", ICLR 2025).
     """
-    found: dict[int, None] = {}
+    places: dict[int, None] = {}
     number = 1
-    while len(found) < rows * columns:
-        found[int(radical_inverse(number, 2) * rows) * columns + int(radical_inverse(number, 3) * columns)] = None
+    while len(places) < rows * columns:
+        places[int(radical_inverse(number, 2) * rows) * columns + int(radical_inverse(number, 3) * columns)] = None
         number += 1
-    return tuple(found)
+    return tuple(places)
 
 
 def radical_inverse(number: int, base: int) -> float:

@@ -28,8 +28,8 @@ def picture(world: str, seed: int) -> tuple[Image.Image, str]:
     if world not in SIDES:
         raise ValueError(f"world: got {world!r}, expected one of {', '.join(SIDES)}.")
     if world == "shapes":
-        shown = scene.scene_from_seed(seed)
-        return Image.fromarray(render.render(shown, SIDES[world])), captions.caption(shown)
+        sample = scene.scene_from_seed(seed)
+        return Image.fromarray(render.render(sample, SIDES[world])), captions.caption(sample)
     faces = emoji_scene.scene_from_seed(seed)
     return Image.fromarray(emoji_render.render(faces, SIDES[world])), emoji_captions.caption(faces)
 

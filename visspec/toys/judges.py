@@ -28,10 +28,10 @@ def foreign(paths: Iterable[Path], max_pixels: int) -> str | None:
             image = open_image(path, max_pixels).resize((SIDE, SIDE))
         except (ValueError, OSError):
             continue
-        seen = detector.analyse(image)
+        result = detector.analyse(image)
         lossless = path.suffix.lower() == ".png"  # compression also tints grounds
-        strange = seen.unexplained > detector.max_unexplained or len(seen.shapes) < FEWEST
-        if strange or (lossless and tint(image, seen.coverage) > TINT):
+        strange = result.unexplained > detector.max_unexplained or len(result.shapes) < FEWEST
+        if strange or (lossless and tint(image, result.coverage) > TINT):
             return WARNING.format(path)
     return None
 

@@ -98,9 +98,9 @@ def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch
     lengths = [len(t) for t in ended.tokens]
     longest = max(lengths)
     scores = recorder.scores
-    known, answer = features_of(scores, prompt), _padded(ended.tokens, prompt.device)
-    features = torch.zeros(rows, length + longest - 1, known.shape[-1], dtype=known.dtype, device=prompt.device)
-    features[:, :length] = known
+    first, answer = features_of(scores, prompt), _padded(ended.tokens, prompt.device)
+    features = torch.zeros(rows, length + longest - 1, first.shape[-1], dtype=first.dtype, device=prompt.device)
+    features[:, :length] = first
     like = categorical(scores.distribution).logits if recorder.law is None else scores.aux["states"]
     states = torch.zeros(rows, longest - 1, like.shape[-1], dtype=like.dtype, device=prompt.device)
     best = torch.zeros(rows, longest - 1, dtype=torch.long, device=prompt.device)
@@ -145,15 +145,15 @@ def capture_answers(target: Target, request: AnsweredRequest) -> TrainingBatch:
     lengths, longest = list(map(len, request.answers)), max(map(len, request.answers))
     answer = _padded(request.answers, request.prompt.device)
     with torch.inference_mode():
-        state, before = target.prefill(request)
+        state, first = target.prefill(request)
         state.pending, state.position = answer[:, 0], state.position + 1
         draft = trees.chain_draft(state.pending, answer[:, 1 : max(longest - 1, 1)])
-        after = target.verify(state, draft)
-    law, logits_BTV = _law(target, request, before), categorical(after.distribution).logits[:, : longest - 1]
-    states_BTX = logits_BTV.float() if law is None else after.aux["states"][:, : longest - 1]
-    features = torch.cat([features_of(before, request.prompt), features_of(after, draft.value)], dim=1)
+        scores = target.verify(state, draft)
+    law, logits_BTV = _law(target, request, first), categorical(scores.distribution).logits[:, : longest - 1]
+    states_BTX = logits_BTV.float() if law is None else scores.aux["states"][:, : longest - 1]
+    features = torch.cat([features_of(first, request.prompt), features_of(scores, draft.value)], dim=1)
     features = features[:, : request.prompt.shape[1] + longest - 1]
-    return _batch(before, request.prompt, answer, lengths, features, states_BTX.clone(), law, logits_BTV.argmax(dim=-1))
+    return _batch(first, request.prompt, answer, lengths, features, states_BTX.clone(), law, logits_BTV.argmax(dim=-1))
 
 
 def _positions(prompt: Tensor, rows: int, answer: int) -> Tensor:

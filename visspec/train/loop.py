@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from visspec.io.checkpoint import read_json
-from visspec.io.files import replacing, write_json
+from visspec.io.files import atomic_write, write_json
 from visspec.train import losses
 from visspec.train.batches import TrainedDrafter, TrainingBatch
 from visspec.train.capture import capture, split, to
@@ -172,7 +172,7 @@ class Trainer:
         requests of a group, and their total. Raises ValueError after `PATIENCE` consecutive skipped updates.
         """
         start, self.answered = time.time() - self.seconds, answered
-        with self.training():
+        with self.freeze_target():
             while self.step < self.plan.steps:
                 figures = self.update(self.lessons(self.step))
                 self.step += 1
@@ -184,9 +184,9 @@ class Trainer:
                     continue
                 record = self._read(figures)
                 if validates:
-                    before = self.best
+                    best = self.best
                     record |= self._validate()
-                    saves |= self.best is not before
+                    saves |= self.best is not best
                 if saves:
                     self.save()
                 if report is not None:
@@ -194,7 +194,7 @@ class Trainer:
         return self.history
 
     @contextmanager
-    def training(self) -> Iterator[None]:
+    def freeze_target(self) -> Iterator[None]:
         """Disable gradients of the target's modules, and reset the drafter's cached values before and after."""
         frozen = [p for module in self.drafter.borrowed for p in module.parameters()]
         required = [p.requires_grad for p in frozen]
@@ -224,12 +224,12 @@ class Trainer:
     def lessons(self, step: int) -> list[TrainingBatch]:
         """Return this process's training batches of a step. A group is generated when it is first needed."""
         plan = self.plan
-        index, within = divmod(step, self.parts * plan.reuse)
+        index, offset = divmod(step, self.parts * plan.reuse)
         if self._group[0] != index:
             self._group = (-1, [])  # frees it
             self._group = (index, self._answers(index))
         shuffle = torch.Generator().manual_seed(plan.seed * 1_000_003 + index)
-        epoch, place = divmod(within, self.parts)
+        epoch, place = divmod(offset, self.parts)
         orders = [torch.randperm(self.parts, generator=shuffle) for _ in range(epoch + 1)]
         return [stream[int(orders[-1][place])] for stream in self._group[1]]
 
@@ -252,8 +252,8 @@ class Trainer:
         """Return the target's answers to a request, or the data's own, from the store if it has them."""
 
         def record() -> TrainingBatch:
-            known = self.recorded.pop(number, None)
-            return known or capture(self.target, self.rule, self.prompts(number))
+            batch = self.recorded.pop(number, None)
+            return batch or capture(self.target, self.rule, self.prompts(number))
 
         return record() if self.store is None else self.store.answers(number, record)
 
@@ -339,16 +339,16 @@ class Trainer:
             raise
         write_json(self.folder / RUN / PROGRESS, progress)
         stay = {f"step-{step}" for step in (*self.kept, self.best.get("step"))}
-        for before in saved.parent.glob("step-*"):
-            if before.name not in stay:
-                shutil.rmtree(before)
+        for old in saved.parent.glob("step-*"):
+            if old.name not in stay:
+                shutil.rmtree(old)
         self._publish()
 
     def _publish(self) -> None:
         """Copy the drafter of the best checkpoint to the run's folder, each file in one move."""
         best = self.folder / RUN / f"step-{self.best.get('step', self.step)}"
         for path in sorted((best / DRAFTER).iterdir()):
-            with replacing(self.folder / path.name) as draft:
+            with atomic_write(self.folder / path.name) as draft:
                 shutil.copyfile(path, draft)
 
     def resume(self) -> bool:

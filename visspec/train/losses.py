@@ -89,7 +89,7 @@ class _KnownGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # type: ignore[override]
-        return None, None, *(known.mul_(grad.to(known.dtype)) for known in ctx.gradients)
+        return None, None, *(gradient.mul_(grad.to(gradient.dtype)) for gradient in ctx.gradients)
 
 
 def rollout_loss(
@@ -110,8 +110,8 @@ def rollout_loss(
     graph, device = torch.is_grad_enabled(), weights[0].device
     shares = [weight.flatten().float() / weight.sum().clamp(min=1) for weight in weights]
     leaves = [step.states.detach().flatten(0, 1) for step in steps]
-    known = [torch.zeros_like(leaf) for leaf in leaves]
-    used: dict[Tensor, Tensor] = {}
+    grads = [torch.zeros_like(leaf) for leaf in leaves]
+    of_head: dict[Tensor, Tensor] = {}
     total, agreed, size = torch.zeros((), device=device), torch.zeros(len(steps), device=device), ELEMENTS // width + 1
     for start in range(0, len(leaves[0]), size):
         part = slice(start, start + size)
@@ -123,13 +123,13 @@ def rollout_loss(
             total += loss.detach()
             agreed[k] += (same_N * shares[k][part]).sum()
             if graph:
-                known[k][part], *of_parameters = torch.autograd.grad(loss, (states, *parameters), allow_unused=True)
+                grads[k][part], *of_parameters = torch.autograd.grad(loss, (states, *parameters), allow_unused=True)
                 for p, gradient in zip(parameters, of_parameters):
                     if gradient is not None:
-                        used[p] = used[p].add_(gradient) if p in used else gradient
+                        of_head[p] = of_head[p].add_(gradient) if p in of_head else gradient
     if graph:
-        gradients = [gradient.view_as(step.states) for gradient, step in zip(known, steps)]
-        total = _KnownGradient.apply(total, [*gradients, *used.values()], *(step.states for step in steps), *used)
+        gradients = [gradient.view_as(step.states) for gradient, step in zip(grads, steps)]
+        total = _KnownGradient.apply(total, [*gradients, *of_head.values()], *(step.states for step in steps), *of_head)
     return total, agreed
 
 

@@ -70,6 +70,6 @@ class TrainingOptions:
         rising = round(self.warm_up * self.steps)
         if step < rising:
             return self.rate * (step + 1) / rising
-        done = min(1.0, (step - rising) / max(1, self.steps - rising))
-        left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done, "constant": 1.0}[self.schedule]
-        return self.rate * (self.floor + (1 - self.floor) * left)
+        x = min(1.0, (step - rising) / max(1, self.steps - rising))
+        share = {"cosine": 0.5 * (1 + math.cos(math.pi * x)), "linear": 1 - x, "constant": 1.0}[self.schedule]
+        return self.rate * (self.floor + (1 - self.floor) * share)

@@ -19,7 +19,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from visspec.io.files import replacing, same_settings
+from visspec.io.files import atomic_write, same_settings
 from visspec.train.batches import TrainingBatch
 from visspec.train.capture import identity
 
@@ -56,21 +56,21 @@ class Store:
             _write(path, batch)
             return batch
         with safe_open(path, framework="pt", device=str(self.device)) as file:
-            known = json.loads(file.metadata()["batch"])
+            numbers = json.loads(file.metadata()["batch"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}
-        law = identity if known.pop("distributions") else self._law()
+        law = identity if numbers.pop("distributions") else self._law()
         assert law is not None  # existed when the states were recorded
         hosts = {f"host_{name}": tensors[name].cpu() if name in tensors else None for name in ("ids", "attention")}
         absent = dict.fromkeys(("attention", "embeddings"))
-        return TrainingBatch(**{**absent, **tensors, **hosts, **known, "law": law})
+        return TrainingBatch(**{**absent, **tensors, **hosts, **numbers, "law": law})
 
     def check_space(self, requests: int, rows: int) -> str:
         """Return a sentence on the size of all answers, given the first. Raises ValueError if the disk is too full."""
         size = self.path(0).stat().st_size
         there = sum(1 for _ in self.folder.glob("answers-*.safetensors"))
         free = shutil.disk_usage(self.folder).free
-        if (needed := size * max(requests - there, 0)) > free:
-            raise ValueError(f"store: {needed / 1e9:,.1f} GB are needed, but only {free / 1e9:,.1f} are free.")
+        if (size_needed := size * max(requests - there, 0)) > free:
+            raise ValueError(f"store: {size_needed / 1e9:,.1f} GB are needed, but only {free / 1e9:,.1f} are free.")
         return (
             f"{self.folder} keeps {size / rows / 1e6:,.2f} MB per answer, {size * requests / 1e9:,.2f} GB for"
             f" {requests * rows:,} answers in all"
@@ -80,6 +80,6 @@ class Store:
 def _write(path: Path, batch: TrainingBatch) -> None:
     values = {f.name: getattr(batch, f.name) for f in fields(batch) if not f.name.startswith("host_")}
     tensors = {name: value.contiguous() for name, value in values.items() if isinstance(value, Tensor)}
-    known = {name: values[name] for name in NUMBERS} | {"distributions": batch.law is identity}
-    with replacing(path) as draft:
-        save_file(tensors, draft, metadata={"batch": json.dumps(known)})
+    numbers = {name: values[name] for name in NUMBERS} | {"distributions": batch.law is identity}
+    with atomic_write(path) as draft:
+        save_file(tensors, draft, metadata={"batch": json.dumps(numbers)})

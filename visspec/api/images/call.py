@@ -89,8 +89,8 @@ class ImageRequest:
             if not isinstance(count := getattr(self, name), int) or count < 1:
                 raise ValueError(f"{name}: got {count!r}, expected a whole number of at least 1.")
         if not set(self.callback_on_step_end_tensor_inputs) <= set(TENSORS):
-            given = self.callback_on_step_end_tensor_inputs
-            raise ValueError(f"callback_on_step_end_tensor_inputs: got {given!r}, expected {', '.join(TENSORS)}.")
+            names = self.callback_on_step_end_tensor_inputs
+            raise ValueError(f"callback_on_step_end_tensor_inputs: got {names!r}, expected {', '.join(TENSORS)}.")
         if self.output_type not in OUTPUT_TYPES:
             raise ValueError(f"output_type: got {self.output_type!r}, expected one of {', '.join(OUTPUT_TYPES)}.")
         for name in ("height", "width"):
@@ -146,9 +146,9 @@ class ProgressCallback:
     tokens: int = 0
 
     def __call__(self, state: State) -> None:
-        self.state, before = state, self.tokens
+        self.state, previous = state, self.tokens
         self.tokens = sum(map(len, state.tokens))
-        self.bar.update(self.tokens - before)
+        self.bar.update(self.tokens - previous)
         request = self.job.request
         if request.callback_on_step_end is not None:
             tensors = tensors_so_far(state, self.job.layout, request.callback_on_step_end_tensor_inputs)
@@ -179,12 +179,12 @@ def pass_numbers(origin: list[str]) -> list[int]:
 
 
 def negatives_of(
-    given: str | Sequence[str] | None, texts: list[str], guidance: float, family: Family
+    negative: str | Sequence[str] | None, texts: list[str], guidance: float, family: Family
 ) -> list[str] | None:
     """Return a negative prompt for each text; None for the model's own. Raises ValueError if it has no effect."""
-    if given is None:
+    if negative is None:
         return None
-    negatives = [given] * len(texts) if isinstance(given, str) else list(given)
+    negatives = [negative] * len(texts) if isinstance(negative, str) else list(negative)
     if len(negatives) != len(texts):
         raise ValueError(f"negative_prompt: got {len(negatives)} texts, expected {len(texts)}, one for each prompt.")
     why = "" if family.guided else f"{family.name} has no unconditional prompt"

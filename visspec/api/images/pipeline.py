@@ -363,11 +363,11 @@ class ImagePipeline:
             guidance_scale, temperature, top_k, top_p: As in `__call__`; None for the model's own.
         """
         own, usual = getattr(self.model, "generation_config", None), {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
-        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        for name, value in given.items():
-            given[name] = next(v for v in (value, getattr(own, name, None), usual[name]) if v is not None)
+        values = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+        for name, value in values.items():
+            values[name] = next(v for v in (value, getattr(own, name, None), usual[name]) if v is not None)
         guidance = self.family.default_guidance if guidance_scale is None else guidance_scale
-        sampling = Sampling(guidance=guidance, **given)
+        sampling = Sampling(guidance=guidance, **values)
         self.family.check_sampling(sampling)
         return sampling
 
@@ -381,13 +381,13 @@ class ImagePipeline:
         """
         if not isinstance(order, str | Order | None):  # lists of places are compared by value
             order = tuple(order.tolist() if isinstance(order, torch.Tensor) else order)
-        asked = (drafter, acceptance, order)
-        key = tuple(x if isinstance(x, str | tuple | None) else id(x) for x in asked)
+        arguments = (drafter, acceptance, order)
+        key = tuple(x if isinstance(x, str | tuple | None) else id(x) for x in arguments)
         with self._lock:
             if key not in self._built:
                 with torch.inference_mode(False), torch.no_grad():  # modules built here may be trained later
                     # keeps the objects alive, so that their ids are not reused
-                    self._built[key] = (self._build(*asked), asked)
+                    self._built[key] = (self._build(*arguments), arguments)
             return self._built[key][0]
 
     def _build(self, drafter, acceptance, order) -> DecodingSetup:
@@ -463,18 +463,18 @@ class ImagePipeline:
     def _output(self, job: ImageJob, batch: ImageBatch, state: State) -> ImageOutput:
         # a KeyboardInterrupt may occur between appending tokens and origins
         rows, whole = zip(state.tokens, state.trace.origin), state.request.max_new_tokens
-        done = [b for b, row in enumerate(rows) if all(len(part) == whole for part in row)]
-        out = ImageOutput(prompts=[batch.texts[b] for b in done], seeds=[batch.seeds[b] for b in done])
+        finished = [b for b, row in enumerate(rows) if all(len(part) == whole for part in row)]
+        out = ImageOutput(prompts=[batch.texts[b] for b in finished], seeds=[batch.seeds[b] for b in finished])
         out.stats, out.traces = [Stats.of(state, job.setup)], [state.trace]
-        if not done:
+        if not finished:
             return out
-        codes = job.layout.codes(torch.stack([state.output.values(b) for b in done]).cpu())
+        codes = job.layout.codes(torch.stack([state.output.values(b) for b in finished]).cpu())
         out.tokens = list(codes)
         origins = list(enumerate(state.trace.origin))
-        out.maps = [origin_map(state.output.in_raster_order(*origins[b]), job.layout) for b in done]
+        out.maps = [origin_map(state.output.in_raster_order(*origins[b]), job.layout) for b in finished]
         raster = job.setup.order.raster
         passes = [state.output.in_raster_order(b, pass_numbers(o)) for b, o in origins] if raster else state.memory
-        out.passes = [job.layout.placed(np.array(passes[b], np.int32)) for b in done]
+        out.passes = [job.layout.placed(np.array(passes[b], np.int32)) for b in finished]
         kind = job.request.output_type
         if kind == "latent":
             out.images = list(job.layout.latents(codes))

@@ -56,8 +56,8 @@ class Guard:
             self.taken -= 1
 
     def _check(self, headers: Headers) -> None:
-        scheme, _, given = headers.get("authorization", "").encode("latin-1").partition(b" ")
-        if self.key and not (hmac.compare_digest(given.strip(), self.key) and scheme.lower() == b"bearer"):
+        scheme, _, key = headers.get("authorization", "").encode("latin-1").partition(b" ")
+        if self.key and not (hmac.compare_digest(key.strip(), self.key) and scheme.lower() == b"bearer"):
             raise RequestError("The API key is missing or wrong.", 401, code="invalid_api_key")
         if "transfer-encoding" in headers:
             raise RequestError("body: got no content-length, expected one.", 411)
@@ -88,7 +88,7 @@ class Service:
         """Yield the parts of a chat's answers as they are streamed. Raises RequestError."""
         check_model(body.model, self.text.name)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | Exception]()
-        cancelled, left = threading.Event(), body.n
+        cancelled, open_choices = threading.Event(), body.n
         tell: Tell = lambda part: loop.call_soon_threadsafe(queue.put_nowait, part)  # noqa: E731
         frame: Any = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": self.text.name}
         chunk: Any = partial(ChatCompletionChunk, object="chat.completion.chunk", **frame)
@@ -96,12 +96,12 @@ class Service:
         try:
             async with self.reading:
                 rows, prompt = await asyncio.to_thread(self.text.submit, body, tell, cancelled)
-            while left:
+            while open_choices:
                 part = await queue.get()
                 if isinstance(part, Exception):
                     raise as_request_error(part)
                 yield chunk(choices=[part])
-                left -= part["finish_reason"] is not None
+                open_choices -= part["finish_reason"] is not None
         finally:
             cancelled.set()
             watch.cancel()
@@ -125,8 +125,8 @@ class Service:
         except ValueError as error:
             raise ValueError(f"size: the model does not draw {body.size} ({error}).") from None
         options = body.model_dump(include={"seed", "temperature", "guidance_scale"})
-        drawn = self.pipe(body.prompt, num_images_per_prompt=body.n, height=height, width=width, **options).images
-        return [{"b64_json": base64.b64encode(png_bytes(image)).decode()} for image in drawn]
+        images = self.pipe(body.prompt, num_images_per_prompt=body.n, height=height, width=width, **options).images
+        return [{"b64_json": base64.b64encode(png_bytes(image)).decode()} for image in images]
 
     async def models(self) -> dict[str, Any]:
         names = [name for name in (self.text.name, self.image_model) if name is not None]
@@ -145,10 +145,10 @@ async def server_sent(first: ChatCompletionChunk, others: AsyncIterator[ChatComp
     yield "data: [DONE]\n\n"
 
 
-def check_model(given: str | None, name: str | None) -> None:
-    if name is None or given != name:
+def check_model(model: str | None, name: str | None) -> None:
+    if name is None or model != name:
         has = "was started without --image-model" if name is None else f"has {name!r}"
-        raise RequestError(f"model: got {given!r}, this server {has}.", 404, "model", "model_not_found")
+        raise RequestError(f"model: got {model!r}, this server {has}.", 404, "model", "model_not_found")
 
 
 async def disconnected(request: Request, queue: asyncio.Queue) -> None:
@@ -182,7 +182,7 @@ def application(
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost", "[::1]"])
     app.add_api_route("/health", lambda: {"status": "ok"})
     app.add_api_route("/v1/models", service.models)
-    given: dict[str, Any] = {"methods": ["POST"], "response_model_exclude_unset": True}
-    app.add_api_route("/v1/chat/completions", service.chat, response_model=ChatCompletion, **given)
-    app.add_api_route("/v1/images/generations", service.images, response_model=ImagesResponse, **given)
+    settings: dict[str, Any] = {"methods": ["POST"], "response_model_exclude_unset": True}
+    app.add_api_route("/v1/chat/completions", service.chat, response_model=ChatCompletion, **settings)
+    app.add_api_route("/v1/images/generations", service.images, response_model=ImagesResponse, **settings)
     return app

@@ -94,8 +94,8 @@ class ChatBody(Body):
     def options(self) -> dict[str, Any]:
         """Arguments of `generate`. If no temperature is given, other settings are added to the model's own."""
         options = {} if self.temperature is None else sampling_arguments(self.temperature)
-        given = {"seed"} if self.temperature == 0 else {"seed", "top_p", "top_k"}  # greedy decoding has nothing to cut
-        return options | self.model_dump(include=given, exclude_none=True)
+        names = {"seed"} if self.temperature == 0 else {"seed", "top_p", "top_k"}  # greedy decoding has nothing to cut
+        return options | self.model_dump(include=names, exclude_none=True)
 
     @property
     def json_schema(self) -> dict[str, Any] | None:
@@ -152,7 +152,7 @@ def as_request_error(error: Exception) -> RequestError:
 def refusal(error: dict[str, Any]) -> RequestError:
     """Convert an error of pydantic to a RequestError that names the argument."""
     at, unknown = error["loc"], error["type"] == "extra_forbidden"
-    path = [part for part, before in zip(at[1:], at) if part != before and error["type"] != "json_invalid"]
+    path = [part for part, previous in zip(at[1:], at) if part != previous and error["type"] != "json_invalid"]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)[1:] or "body"
     message = "this server does not support this argument" if unknown else error["msg"]
     return RequestError(f"{name}: {message}", param=name, code="unknown_parameter" if unknown else None)

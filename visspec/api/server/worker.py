@@ -44,9 +44,9 @@ class StopTextFilter:
         for some in ([token] for token in tokens) if self.stops else [tokens]:
             self.tokens += some
             text = self._read()
-            if found := [at for stop in self.stops if (at := text.find(stop)) >= 0]:
+            if ends := [at for stop in self.stops if (at := text.find(stop)) >= 0]:
                 self.stopped = True
-                return self._grown(text[: min(found)])
+                return self._grown(text[: min(ends)])
         text = self._read().rstrip("\ufffd")
         beginnings = (stop[:n] for stop in self.stops for n in range(1, len(stop)))
         return self._grown(text[: len(text) - max((len(s) for s in beginnings if text.endswith(s)), default=0)])
@@ -59,10 +59,10 @@ class StopTextFilter:
         return self.decode(self.tokens).lstrip()
 
     def _grown(self, text: str) -> str:
-        text, before = text.rstrip(), len(self.text)
-        if len(text) > before:
+        text, length = text.rstrip(), len(self.text)
+        if len(text) > length:
             self.text = text
-        return text[before:]
+        return text[length:]
 
 
 @dataclass(eq=False)
@@ -149,9 +149,9 @@ class TextWorker:
 
     def _room(self, length: int, body: ChatBody) -> int:
         """Return how many tokens an answer may have after a prompt. Raises ValueError beyond the model's context."""
-        left = self.context - length
-        most = body.max_completion_tokens or body.max_tokens or max(1, min(self.max_new_tokens, left))
-        if most > left:
+        room = self.context - length
+        most = body.max_completion_tokens or body.max_tokens or max(1, min(self.max_new_tokens, room))
+        if most > room:
             raise ValueError(f"messages: {length} + {most} tokens exceed the model's context, {self.context}.")
         return most
 

@@ -28,7 +28,7 @@ from visspec.loop.stream import Answer
 from visspec.models.attention.draft_attention import implementation
 from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.prefix import PrefixCache
-from visspec.models.decoder.target import HFDecoder, driven, unwrap_adapter
+from visspec.models.decoder.target import HFDecoder, loop_model, unwrap_adapter
 from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, ConfiguredModel, Drafter, DrafterTraits, Processor, State, Tokenizer
 
@@ -254,12 +254,12 @@ class Accelerated:
         return tuple((m.dtype, m.device, implementation(getattr(m, "config", None))) for m in models)
 
     def _build(self) -> DecodingSetup[HFDecoder]:
-        options, model = self._options, driven(self.model)
+        options, model = self._options, loop_model(self.model)
         check_eager(options.batch_invariant, options.compile, options.graphs)
 
         def make_target(traits: DrafterTraits) -> HFDecoder:
-            read = traits.feature_layers, traits.embeddings
-            target = HFDecoder(model, *read, check=options.probe, compile=options.compile)
+            features = traits.feature_layers, traits.embeddings
+            target = HFDecoder(model, *features, check=options.probe, compile=options.compile)
             if options.batch_invariant:
                 target.fix_widths()
             if traits.partial and target.capabilities.layers:

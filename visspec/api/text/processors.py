@@ -122,7 +122,7 @@ class Grammar(RowProcessor):
         allowed = torch.nn.functional.pad(allowed, (0, len(scores_V) - len(allowed)), value=True)
         return scores_V.masked_fill(~allowed, float("-inf"))
 
-    def forced(self, index: int, ids: list[int]) -> int | None:
+    def forced_token(self, index: int, ids: list[int]) -> int | None:
         matcher = self.matcher(index)
         allowed = matcher.allowed(ids[self.start :])
         tokens = [] if allowed is None else allowed.nonzero()[: SPELLINGS + 1].flatten().tolist()
@@ -149,7 +149,7 @@ class PrefixFunction(RowProcessor):
         mask_V[allowed] = 0
         return scores_V + mask_V
 
-    def forced(self, index: int, ids: list[int]) -> int | None:
+    def forced_token(self, index: int, ids: list[int]) -> int | None:
         tokens = set(self.allowed(index, torch.tensor(ids, device=self.device)))
         return int(tokens.pop()) if len(tokens) == 1 else None
 
@@ -168,9 +168,9 @@ class Copies(RowProcessor):
         del path[common([token for token, _ in path], tokens[:-1]) :]
         scores = scores_V[None]
         for at in range(len(path), len(tokens)):
-            called = fork(path[-1][1] if path else self.fresh)
-            scores = called(ids_L[None, : self.start + at], scores_V[None].clone())
-            path.append((tokens[at], called))
+            copy = fork(path[-1][1] if path else self.fresh)
+            scores = copy(ids_L[None, : self.start + at], scores_V[None].clone())
+            path.append((tokens[at], copy))
         return scores[0]
 
 
@@ -181,8 +181,8 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 def fork(processor: object) -> Any:
     """Return an independent copy. Raises an exception if the processor can't be copied."""
-    memo = {id(held): COPIES[type(held).__name__](held) for held in package_objects(processor)}
-    memo |= {id(held): held for held in vars(processor).values() if isinstance(held, PreTrainedTokenizerBase)}
+    memo = {id(part): COPIES[type(part).__name__](part) for part in package_objects(processor)}
+    memo |= {id(part): part for part in vars(processor).values() if isinstance(part, PreTrainedTokenizerBase)}
     memo[id(torch)] = torch  # outlines' processors hold a reference
     return copy.deepcopy(processor, memo)
 
@@ -217,8 +217,8 @@ def keeps_state(processor: object) -> bool:
     """Return whether a processor is known to keep state between calls, holds a grammar, or has a method to reset it."""
     if getattr(getattr(processor, "call_fn", None), "__name__", None) == "stateless_call":  # xgrammar's
         return False
-    known = any(fnmatch(name(kind), pattern) for kind in type(processor).__mro__ for pattern in STATEFUL)
-    return known or bool(package_objects(processor)) or callable(getattr(processor, "reset", None))
+    is_listed = any(fnmatch(name(kind), pattern) for kind in type(processor).__mro__ for pattern in STATEFUL)
+    return is_listed or bool(package_objects(processor)) or callable(getattr(processor, "reset", None))
 
 
 def name(kind: type) -> str:

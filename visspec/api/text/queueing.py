@@ -147,8 +147,8 @@ class RequestBuilder:
         ids = prompt["input_ids"]
         plain = all(isinstance(value, int | float | str | None) for value in options.values())
         key = tuple(sorted((name, repr(value)) for name, value in options.items())) if plain else None
-        if key is not None and (known := self.known.get(key)) is not None:
-            return replace(known, prompt=ids)
+        if key is not None and (cached := self.known.get(key)) is not None:
+            return replace(cached, prompt=ids)
         if not self.named:  # custom generate functions may need pixels
             # pixels are read in the prefill; without them a model can't place image ids
             blank = torch.where(torch.isin(ids, self.content.to(ids.device)), self.pad, ids)
@@ -189,7 +189,7 @@ class RequestBuilder:
         keys = [] if cache is None else [key for r in group if (key := self._key(r)) is not None]
         if cache is None or len(keys) < len(group):
             return self._batch(group)
-        known, first = cache.find(keys)
+        hits, first = cache.find(keys)
         if len(first) == len(group):
             merged = self._batch(group)
             merged.prefix = PrefixPlan(cache, keys)
@@ -199,7 +199,7 @@ class RequestBuilder:
             {"attention_mask": inputs["attention_mask"]}, inputs["input_ids"], max_new_tokens=_limit(group)
         )
         merged.media = media_of(inputs)
-        merged.prefix = plan = PrefixPlan(cache, keys, known, first, lambda rows: self._batch([group[b] for b in rows]))
+        merged.prefix = plan = PrefixPlan(cache, keys, hits, first, lambda rows: self._batch([group[b] for b in rows]))
         if first:
             plan.first = self._batch([_cut(group[b], key.length) for b, key in first.items()])
             plan.first.prefix = PrefixPlan(cache, list(first.values()))
@@ -219,11 +219,11 @@ class RequestBuilder:
             changed = replace(
                 pair[1], inputs=pair[1].inputs | {k: probe.reflect(v) for k, v in _media(pair[1]).items()}
             )
-            found = probe.joins(target, self._batch, *pair, changed)
-            self.unclear[kind] += found is None
-            if found is None and self.unclear[kind] < MOST_UNCLEAR:
+            joins = probe.joins(target, self._batch, *pair, changed)
+            self.unclear[kind] += joins is None
+            if joins is None and self.unclear[kind] < MOST_UNCLEAR:
                 return False
-            target.joins[kind] = bool(found)
+            target.joins[kind] = bool(joins)
         return target.joins[kind]
 
     def _batch(self, group: Sequence[Request]) -> Request:

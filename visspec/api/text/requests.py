@@ -75,8 +75,8 @@ def check(options: dict[str, Any]) -> None:
     for name, (neutral, why) in REFUSED.items():
         value = options.get(name, getattr(config, name, neutral))
         if value not in (None, neutral):
-            shown = value if isinstance(value, (int, float, str)) else type(value).__name__
-            raise ValueError(f"{name}: got {shown}, expected {neutral}: {why}")
+            text = value if isinstance(value, (int, float, str)) else type(value).__name__
+            raise ValueError(f"{name}: got {text}, expected {neutral}: {why}")
     kind = options.get("cache_implementation", getattr(config, "cache_implementation", None))
     if kind not in CACHES:
         raise ValueError(
@@ -110,8 +110,8 @@ def adopt_stop_strings(options: dict[str, Any]) -> None:
     if config is not None and getattr(config, "stop_strings", None):
         options["generation_config"] = config = copy.deepcopy(config)
         config.stop_strings = None
-    given = options.get("stopping_criteria") or []
-    options["stopping_criteria"] = StoppingCriteriaList([*given, StopStringCriteria(tokenizer, strings)])
+    criteria = options.get("stopping_criteria") or []
+    options["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, strings)])
 
 
 def build(input_ids, processors, criteria, config, model_kwargs: dict[str, Any]) -> Request:
@@ -160,10 +160,10 @@ def generators(generator, seed, input_ids: Tensor) -> list[torch.Generator]:
     """Return one generator per row: the entries of a list on the device of the ids; otherwise new ones, seeded by an
     int (`seed + b`), a list of seeds, another generator, or torch's global one.
     """
-    rows, given = input_ids.shape[0], seed if seed is not None else generator
-    listed = isinstance(given, (list, tuple)) and len(given) == rows
-    if listed and all(isinstance(g, torch.Generator) and g.device.type == input_ids.device.type for g in given):
-        return list(given)
+    rows, source = input_ids.shape[0], seed if seed is not None else generator
+    listed = isinstance(source, (list, tuple)) and len(source) == rows
+    if listed and all(isinstance(g, torch.Generator) and g.device.type == input_ids.device.type for g in source):
+        return list(source)
     return [torch.Generator(input_ids.device).manual_seed(s) for s in seeds(generator, seed, rows)]
 
 
@@ -171,16 +171,16 @@ def seeds(generator, seed, count: int, each: str = "a row") -> list[int]:
     """Return one seed for each of `count` outputs: seed + i for an int, the entries of a list, or random numbers from a
     generator (default: torch's global one). Raises ValueError if a list has another length.
     """
-    what, given = ("generator", generator) if seed is None else ("seed", seed)
-    if given is None:
+    what, source = ("generator", generator) if seed is None else ("seed", seed)
+    if source is None:
         return torch.randint(2**62, (count,), device="cpu").tolist()
-    if isinstance(given, (list, tuple)):
-        if len(given) != count:
-            raise ValueError(f"{what}: got {len(given)} entries, expected {count} (one {each}).")
-        return [seeds(g, None, 1)[0] if isinstance(g, torch.Generator) else index(g) for g in given]
-    if isinstance(given, torch.Generator):
-        return torch.randint(2**62, (count,), generator=given, device=given.device).tolist()
-    return [index(given) + i for i in range(count)]
+    if isinstance(source, (list, tuple)):
+        if len(source) != count:
+            raise ValueError(f"{what}: got {len(source)} entries, expected {count} (one {each}).")
+        return [seeds(g, None, 1)[0] if isinstance(g, torch.Generator) else index(g) for g in source]
+    if isinstance(source, torch.Generator):
+        return torch.randint(2**62, (count,), generator=source, device=source.device).tolist()
+    return [index(source) + i for i in range(count)]
 
 
 def unknown_words(processor: Processor | Tokenizer | None, texts: Sequence[str]) -> list[str]:
@@ -224,8 +224,8 @@ def package(state: State, input_ids: Tensor, config) -> Tensor | GenerateDecoder
     return GenerateDecoderOnlyOutput(**parts)
 
 
-def _steps(kept: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
+def _steps(row_steps: list[list[Tensor]], longest: int) -> tuple[Tensor, ...]:
     """Stack the (V,) of every token of each row to (B, V) float32 per step, with zeros after a row's end."""
-    filler = torch.zeros_like(kept[0][0])
-    at = [[row[t] if t < len(row) else filler for row in kept] for t in range(longest)]
+    filler = torch.zeros_like(row_steps[0][0])
+    at = [[row[t] if t < len(row) else filler for row in row_steps] for t in range(longest)]
     return tuple(torch.stack(step).float() for step in at)

@@ -55,8 +55,8 @@ class Conversation(NamedTuple):
 
     def until(self, turn: int) -> Conversation:
         """Return the part before a message."""
-        kept = self.messages[:turn]
-        return Conversation(kept, self.media[: sum(part["type"] != "text" for m in kept for part in m["content"])])
+        turns = self.messages[:turn]
+        return Conversation(turns, self.media[: sum(part["type"] != "text" for m in turns for part in m["content"])])
 
     def texts(self) -> list[Message]:
         """Return the messages without pictures and videos."""
@@ -82,20 +82,20 @@ def conversation_of(entry: object, folder: Path, ignore: Collection[str] = (), p
     for name, value in fields.items():
         if name not in CONTENT | ABOUT and not isinstance(value, (bool, int, float)):
             raise ValueError(f"got {name}, which training does not use. Pass --ignore {name}")
-    given = _one_of(fields, TURNS)
+    field = _one_of(fields, TURNS)
     media = {kind: _listed(fields, names) for kind, names in (("image", IMAGES), ("video", VIDEOS))}
-    if given is None and not any(media.values()):
+    if field is None and not any(media.values()):
         raise ValueError(f"got no image, expected an object with image, or one of {', '.join(TURNS)}")
-    messages, files = _parsed(_turns({"prompt": prompt} | fields, given or "prompt"), media, folder)
+    messages, files = _parsed(_turns({"prompt": prompt} | fields, field or "prompt"), media, folder)
     _check_order(messages)
     return Conversation(messages, files)
 
 
 def _one_of(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    given = [name for name in names if name in fields]
-    if len(given) > 1:
-        raise ValueError(f"got {given[0]} and {given[1]}, expected one of the two")
-    return given[0] if given else None
+    present = [name for name in names if name in fields]
+    if len(present) > 1:
+        raise ValueError(f"got {present[0]} and {present[1]}, expected one of the two")
+    return present[0] if present else None
 
 
 def _listed(fields: Mapping[str, Any], names: tuple[str, ...]) -> list[Any]:
@@ -157,13 +157,13 @@ def _parsed(
             parts.append({"type": kind})
             sources.append(_media(value, folder, kind))
         messages.append({"role": role, "content": parts})
-    left = [(kind, value) for kind, values in waiting.items() for value in values]
-    if left and (marks or sources):
-        raise ValueError(f"got {len(left)} {left[0][0]}s without a mark, expected <{left[0][0]}> where each stands")
-    if left:
+    rest = [(kind, value) for kind, values in waiting.items() for value in values]
+    if rest and (marks or sources):
+        raise ValueError(f"got {len(rest)} {rest[0][0]}s without a mark, expected <{rest[0][0]}> where each stands")
+    if rest:
         first = next((m for m in messages if m["role"] == "user"), messages[0])
-        first["content"] = [{"type": kind} for kind, _ in left] + first["content"]
-        sources = [_media(value, folder, kind) for kind, value in left]
+        first["content"] = [{"type": kind} for kind, _ in rest] + first["content"]
+        sources = [_media(value, folder, kind) for kind, value in rest]
     return messages, sources
 
 

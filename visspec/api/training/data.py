@@ -87,7 +87,7 @@ def of_lines(source: str, ignore: Collection[str]) -> Records:
 
 def of_shard(source: str, ignore: Collection[str]) -> Records:
     """Read a tar in the layout of webdataset, as `sources.of_tar` does. Files stay in the tar until they are needed."""
-    path, found = Path(source), dict[str, dict[str, ArchiveMember]]()
+    path, samples = Path(source), dict[str, dict[str, ArchiveMember]]()
     with tarfile.open(path, "r:") as shard:
         for member in shard:
             suffix = member.name.rpartition("/")[2].partition(".")[2]
@@ -96,14 +96,14 @@ def of_shard(source: str, ignore: Collection[str]) -> Records:
             kind = "image" if f".{suffix.lower()}" in images.SUFFIXES else suffix
             if kind not in sources.PARTS or member.issparse() or member.size > sources.LARGEST:
                 raise ValueError(f"got {member.name}, expected it to be an image, .json, .prompt or among --ignore")
-            parts = found.setdefault(member.name.removesuffix(f".{suffix}"), {})
+            parts = samples.setdefault(member.name.removesuffix(f".{suffix}"), {})
             if kind in parts:
                 raise ValueError(f"got {member.name}, expected one {kind} of a name")
             parts[kind] = ArchiveMember(path, member.offset_data, member.size)
-    names = list(found)
+    names = list(samples)
 
     def read(number: int) -> Entry:
-        parts = found[names[number]]
+        parts = samples[names[number]]
         entry = loads(parts["json"].read()) if "json" in parts else {}
         if not isinstance(entry, dict):
             raise ValueError("got a .json that is not an object")
@@ -166,13 +166,13 @@ class TrainingData:
             try:
                 conversation = self.conversation(number)
                 turns = conversation.questions()
-                known = [turn for turn in turns if conversation.answer(turn) is not None]
-                if answers == "own" and not known:
+                own_turns = [turn for turn in turns if conversation.answer(turn) is not None]
+                if answers == "own" and not own_turns:
                     raise ValueError("got no answer, which --answers own requires")
             except (ValueError, OSError) as error:
                 raise ValueError(f"data: {self.records.name(number)}: {error}") from None
-            self.answers += len(known)
-            turns = known if answers == "own" else turns
+            self.answers += len(own_turns)
+            turns = own_turns if answers == "own" else turns
             self.record.extend([number] * len(turns))
             self.turn.extend(turns)
             digest.update(repr((conversation.messages, [name_of(one) for one in conversation.media])).encode())
@@ -200,8 +200,8 @@ class TrainingData:
         count, record_N = self.records.count, torch.tensor(self.record)
         if count == 1:
             return torch.arange(len(self)), torch.arange(len(self))[:most]
-        drawn = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
-        held_N = torch.isin(record_N, drawn[: max(1, min(int(HELD_OUT * count), most))])
+        order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
+        held_N = torch.isin(record_N, order[: max(1, min(int(HELD_OUT * count), most))])
         return (~held_N).nonzero()[:, 0], held_N.nonzero()[:, 0][:most]
 
     def shuffle(self, number_N: Tensor, seed: int) -> Tensor:

@@ -106,24 +106,24 @@ class Prompts:
         order_N = self.reader.data.shuffle(self.number_N, self.seed + epoch).roll(-place * self.rows)
         pictures = self.pictures(number)
         while True:
-            found: dict[int, tuple[Item, list[Any]]] = {}
+            items: dict[int, tuple[Item, list[Any]]] = {}
             for n in order_N.tolist():
-                if len(found) == self.rows:
+                if len(items) == self.rows:
                     break
                 if (item := self.reader(n, pictures)) is not None:
-                    found[n] = item
-            if len(found) < self.rows:
-                raise ValueError(f"data: got {len(found)} items that can be read, expected the {self.rows} of a batch.")
+                    items[n] = item
+            if len(items) < self.rows:
+                raise ValueError(f"data: got {len(items)} items that can be read, expected the {self.rows} of a batch.")
             try:
-                return self.inputs(list(found.values())), [item for item, _ in found.values()]
+                return self.inputs(list(items.values())), [item for item, _ in items.values()]
             except Exception:  # chat templates and processors may raise anything
-                before = len(self.reader.bad)
-                for n, item in found.items():
+                count = len(self.reader.bad)
+                for n, item in items.items():
                     try:
                         self.inputs([item])
                     except Exception as error:
                         self.reader.skip(n, error)
-                if len(self.reader.bad) == before:
+                if len(self.reader.bad) == count:
                     raise
 
     def inputs(self, items: list[tuple[Item, list[Any]]]) -> dict[str, Any]:
@@ -148,10 +148,10 @@ class Prompts:
 
     def pictures(self, number: int) -> bool:
         """Return whether a batch has pictures."""
-        done = 1.0 if self.total == 0 else number / self.total
-        if done < 0.5 or done >= 0.975:
-            return done >= 0.975
-        share = 0.05 + 0.9 * (done - 0.5) / 0.475
+        progress = 1.0 if self.total == 0 else number / self.total
+        if progress < 0.5 or progress >= 0.975:
+            return progress >= 0.975
+        share = 0.05 + 0.9 * (progress - 0.5) / 0.475
         uniform = torch.Generator().manual_seed(self.seed * 1_000_003 + number)
         return bool(torch.rand((), generator=uniform) < share)
 
@@ -180,34 +180,34 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
         ValueError: If an option does not fit, `out` holds something else, or a run to resume has other data or
             settings.
     """
-    given = {**options, "target": str(target), "data": str(data), "out": Path(out)}
-    asked, plan, recipe = begin(given, ("prompts", "height", "width"))
-    if asked.steps is not None and asked.epochs is not None:
-        raise ValueError(f"epochs: got {asked.epochs} and {asked.steps} steps, expected one of the two.")
-    rows, seed, most = asked.rows, asked.seed, asked.max_new_tokens
-    device, several = device_of(asked)
-    read = partial(TrainingData, answers=asked.answers, ignore=asked.ignore, prompt=default_prompt(target))
-    count = self_prompts.count_of(asked, several.world > 1 or device == "tp")
-    items = None if count else read(data)
-    model, processor = targets.load(str(target), **asked.hardware | {"device": device})
-    items = items or read(self_prompts.write(model, processor, asked, count))
-    training, validating = items.hold_out(asked.eval_rows, seed)
-    network, _ = of_preset(asked.preset, model, network_of(asked))
-    planned = options_of(asked, plan, min(rows, len(training)))
-    resumed = asked.resume and checkpoint(out) is not None
+    arguments = {**options, "target": str(target), "data": str(data), "out": Path(out)}
+    settings, plan, recipe = begin(arguments, ("prompts", "height", "width"))
+    if settings.steps is not None and settings.epochs is not None:
+        raise ValueError(f"epochs: got {settings.epochs} and {settings.steps} steps, expected one of the two.")
+    rows, seed, most = settings.rows, settings.seed, settings.max_new_tokens
+    device, several = device_of(settings)
+    load_data = partial(TrainingData, answers=settings.answers, ignore=settings.ignore, prompt=default_prompt(target))
+    count = self_prompts.count_of(settings, several.world > 1 or device == "tp")
+    items = None if count else load_data(data)
+    model, processor = targets.load(str(target), **settings.hardware | {"device": device})
+    items = items or load_data(self_prompts.write(model, processor, settings, count))
+    training, validating = items.hold_out(settings.eval_rows, seed)
+    network, _ = of_preset(settings.preset, model, network_of(settings))
+    planned = options_of(settings, plan, min(rows, len(training)))
+    resumed = settings.resume and checkpoint(out) is not None
     lessons = lessons_of(out, resumed, planned, several)
-    if asked.epochs is not None:
-        steps = steps_of(asked.epochs * len(training), planned, lessons)
-        planned = options_of(asked, plan, min(rows, len(training)), steps)
+    if settings.epochs is not None:
+        steps = steps_of(settings.epochs * len(training), planned, lessons)
+        planned = options_of(settings, plan, min(rows, len(training)), steps)
     total = requests_of(planned, lessons) if recipe.text_first else 0
-    reader, own = Reader(items, asked.max_bad, asked.max_pixels), asked.answers == "own"
+    reader, own = Reader(items, settings.max_bad, settings.max_pixels), settings.answers == "own"
     prompts = Prompts(model, processor, reader, training, rows, most, seed, own=own, total=total)
     checks = [
         Prompts(model, processor, reader, part, rows, most, seed + 1 + n)
         for n, part in enumerate(validating.split(rows))
     ]
     if several.rank == 0:
-        drafter_export.say(what_is_seen(items, len(training), len(validating), planned, lessons, asked.answers))
+        drafter_export.say(what_is_seen(items, len(training), len(validating), planned, lessons, settings.answers))
     if network.get("fusion") == "cross" and not resumed:
         network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
     drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(recipe.kind), **network)
@@ -219,11 +219,11 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
         vocab = answering.capabilities.vocab
         drafter.keep(frequent(recorded.values(), vocab, drafter.config.draft_vocab))
     record = provenance(
-        model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=asked.preset
+        model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=settings.preset
     )
     shared: dict[str, Any] = {"target": Path(target).name, "data": items.digest, "dtype": str(model.dtype)}
-    shared |= {name: getattr(asked, name) for name in ("answers", "max_new_tokens", "max_pixels", "eval_rows")}
-    record["settings"] = shared | {name: getattr(asked, name) for name in ("preset", *NETWORK)}
+    shared |= {name: getattr(settings, name) for name in ("answers", "max_new_tokens", "max_pixels", "eval_rows")}
+    record["settings"] = shared | {name: getattr(settings, name) for name in ("preset", *NETWORK)}
 
     def held_out(temperature: float) -> list[Request]:
         return [check(0, temperature) for check in checks]
@@ -231,39 +231,39 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
     validate = partial(taus, model, drafter, held_out)
     trainer = Trainer(answering, drafter, Exact(), prompts, planned, out, record, validate, several)
     trainer.recorded = recorded
-    if asked.store is not None:
+    if settings.store is not None:
         stored = {"layers": [*drafter.traits.feature_layers], "rows": prompts.rows, "text_until": total}
-        keep_answers(trainer, asked.store, {**shared, **stored, "seed": seed}, requests_of(planned, lessons))
-    history = train(trainer, asked.resume)
+        keep_answers(trainer, settings.store, {**shared, **stored, "seed": seed}, requests_of(planned, lessons))
+    history = train(trainer, settings.resume)
     if reader.bad:
         last, count = [*reader.bad.values()][-1], len(reader.bad)
         drafter_export.say(f"{count} items could not be read and were replaced by others, the last of them: {last}")
-    chosen: dict[str, Any] = {"structure": name_of(drafter.config.structure)}
-    if several.rank == 0 and device != "tp" and asked.structure is None and len(validating) >= LEAST:
+    structure: dict[str, Any] = {"structure": name_of(drafter.config.structure)}
+    if several.rank == 0 and device != "tp" and settings.structure is None and len(validating) >= LEAST:
         each = [Prompts(model, processor, reader, n, 1, min(most, TOKENS), seed) for n in validating[:MOST].split(1)]
-        chosen = choose(model, trainer.folder, each, held_out)
-    drafter_export.finish(trainer, history, len(validating), chosen=chosen)
+        structure = choose(model, trainer.folder, each, held_out)
+    drafter_export.finish(trainer, history, len(validating), chosen=structure)
     return history
 
 
 def begin(
-    given: Mapping[str, Any], strange: Collection[str], needs: str = "text"
+    arguments: Mapping[str, Any], strange: Collection[str], needs: str = "text"
 ) -> tuple[DrafterTraining, dict[str, Any], Recipe]:
     """Check the options of a run before any work; `strange` are those that it does not have. Returns them, those of the
     training, and the preset. Raises ValueError.
     """
-    asked, plan = split(given, strange)
-    recipe = registry.recipe(asked.preset, needs)
-    check_preset(asked.preset, network_of(asked), recipe)
+    settings, plan = split(arguments, strange)
+    recipe = registry.recipe(settings.preset, needs)
+    check_preset(settings.preset, network_of(settings), recipe)
     plan = {**recipe.plan, **plan}
-    options_of(asked, plan)  # rejects bad options
-    check_out(asked.out, asked.resume, asked.overwrite)
-    return asked, plan, recipe
+    options_of(settings, plan)  # rejects bad options
+    check_out(settings.out, settings.resume, settings.overwrite)
+    return settings, plan, recipe
 
 
-def device_of(asked: DrafterTraining) -> tuple[str, SingleProcess]:
+def device_of(settings: DrafterTraining) -> tuple[str, SingleProcess]:
     """Return the device of a run, and its processes."""
-    device = asked.device if asked.device in targets.SPREAD else targets.resolve_device(asked.device)
+    device = settings.device if settings.device in targets.SPREAD else targets.resolve_device(settings.device)
     several = workers(device)
     return str(several.device) if several.world > 1 and device != "cpu" else device, several
 
@@ -273,30 +273,30 @@ def split(options: Mapping[str, Any], strange: Collection[str] = ()) -> tuple[Dr
     own, plan = ({f.name for f in fields(kind)} for kind in (DrafterTraining, TrainingOptions))
     if unknown := sorted({*options} - ((own | plan) - {*strange})):
         raise ValueError(f"{unknown[0]}: This run has no such option. --data trains for text, --prompts for images.")
-    given = {name: value for name, value in options.items() if name in plan and name not in ("steps", "rows", "seed")}
-    return DrafterTraining(**{name: value for name, value in options.items() if name in own}), given
+    others = {name: value for name, value in options.items() if name in plan and name not in ("steps", "rows", "seed")}
+    return DrafterTraining(**{name: value for name, value in options.items() if name in own}), others
 
 
-def network_of(asked: DrafterTraining) -> dict[str, Any]:
+def network_of(settings: DrafterTraining) -> dict[str, Any]:
     """Return the options of the network that were set."""
-    given = {name: value for name in NETWORK if (value := getattr(asked, name)) is not None}
-    return given | ({"structure": registry.parse(f":{asked.structure}")[1]} if asked.structure else {})
+    values = {name: value for name in NETWORK if (value := getattr(settings, name)) is not None}
+    return values | ({"structure": registry.parse(f":{settings.structure}")[1]} if settings.structure else {})
 
 
 def options_of(
-    asked: DrafterTraining, plan: Mapping[str, Any], rows: int | None = None, steps: int | None = None
+    settings: DrafterTraining, plan: Mapping[str, Any], rows: int | None = None, steps: int | None = None
 ) -> TrainingOptions:
     """Return the options of the training, overridden by those in `plan`, and by `rows` and `steps`."""
-    rows, steps = rows or asked.rows, steps or asked.steps or STEPS
-    every = asked.eval_every or plan.get("validate_every", max(steps // 5, 1))
-    usual = {"steps": steps, "batch": rows, "rows": min(rows, STEP_ROWS), "group": GROUP, "autocast": asked.bf16}
-    return TrainingOptions(**{**usual, "seed": asked.seed, **plan, "validate_every": every})
+    rows, steps = rows or settings.rows, steps or settings.steps or STEPS
+    every = settings.eval_every or plan.get("validate_every", max(steps // 5, 1))
+    usual = {"steps": steps, "batch": rows, "rows": min(rows, STEP_ROWS), "group": GROUP, "autocast": settings.bf16}
+    return TrainingOptions(**{**usual, "seed": settings.seed, **plan, "validate_every": every})
 
 
 def lessons_of(out: str | Path, resumed: bool, options: TrainingOptions, several: SingleProcess) -> int:
     """Return the number of training batches per update, which a resumed run keeps."""
-    known = read_json(Path(out) / RUN, PROGRESS) if resumed else {}
-    return known.get("accumulate", max(options.accumulate, several.world))
+    progress = read_json(Path(out) / RUN, PROGRESS) if resumed else {}
+    return progress.get("accumulate", max(options.accumulate, several.world))
 
 
 def keep_answers(trainer: Trainer, folder: str | Path, settings: dict[str, Any], requests: int) -> None:
@@ -322,16 +322,16 @@ def steps_of(items: float, options: TrainingOptions, lessons: int) -> int:
 
 
 def what_is_seen(
-    data: TrainingData, count: int, held: int, options: TrainingOptions, lessons: int, answers: str
+    data: TrainingData, count: int, validating: int, options: TrainingOptions, lessons: int, answers: str
 ) -> str:
     """Return a sentence on how much of the data a run sees, and whose answers it trains on."""
-    seen = requests_of(options, lessons) * options.batch
+    requests = requests_of(options, lessons) * options.batch
     whose = "the data's own answers" if answers == "own" else "the target's answers"
     if answers == "target" and data.answers:
         whose += f", not on the {data.answers:,} of the data (--answers own)"
     return (
-        f"{options.steps:,} steps see {min(seen, count):,} of {count:,} items ({seen / count:.2g} epochs),"
-        f" {held:,} validate; they train on {whose}"
+        f"{options.steps:,} steps see {min(requests, count):,} of {count:,} items ({requests / count:.2g} epochs),"
+        f" {validating:,} validate; they train on {whose}"
     )
 
 

@@ -58,7 +58,7 @@ def finish(
     if trainer.workers.rank:
         return
     folder, record, best = trainer.folder, trainer.provenance, trainer.best.get("step")
-    figures = {"steps": trainer.plan.steps, **next((found for found in history if found["step"] == best), {})}
+    figures = {"steps": trainer.plan.steps, **next((entry for entry in history if entry["step"] == best), {})}
     figures |= chosen or {}
     settings = record["settings"]
     about = {"data": f"{Path(record['data']).name}, {settings['data']}", "seed": record["seed"]}
@@ -66,8 +66,8 @@ def finish(
     rows = "\n".join(f"| {name} | {value} |" for name, value in (about | figures).items())
     whose = "the data" if settings["answers"] == "own" else "the target"
     preset = f"preset `{record['preset']}`" if record["preset"] else "visspec's own form"
-    known = record | {"use": use.format(target=record["target"], spec=str(folder)), "git": record["git"] or "unknown"}
-    card = CARD.format(**known | {"whose": whose, "preset": preset, "rows": rows, "held": held})
+    fields = record | {"use": use.format(target=record["target"], spec=str(folder)), "git": record["git"] or "unknown"}
+    card = CARD.format(**fields | {"whose": whose, "preset": preset, "rows": rows, "held": held})
     (folder / "README.md").write_text(card, encoding="utf-8")
     say(f"The drafter is in {folder}. Its README.md explains how to use it (--drafter {folder}).")
 
@@ -90,8 +90,8 @@ def export(folder: str | Path, form: str, out: str | Path, target: str | None = 
     """
     if (Path(out) / CONFIG).exists():
         raise ValueError(f"out: {out} already holds a model. Choose another folder.")
-    known = read_json(Path(folder), PROVENANCE) if (Path(folder) / PROVENANCE).is_file() else {}
-    name = target or known.get("target")
+    record = read_json(Path(folder), PROVENANCE) if (Path(folder) / PROVENANCE).is_file() else {}
+    name = target or record.get("target")
     if not isinstance(name, str):
         raise ValueError(f"target: got none, and {folder} does not name one. Pass the model that it was trained for.")
     model, _ = loading.load(name, **hardware)

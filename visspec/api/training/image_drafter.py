@@ -87,54 +87,54 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
     Raises:
         ValueError: If the model does not draw code after code, or there are no prompts.
     """
-    given = {"eval_rows": EVAL_ROWS, **options, "target": str(target), "out": Path(out)}
-    given["preset"] = options.get("preset") or "image-eagle"
+    arguments = {"eval_rows": EVAL_ROWS, **options, "target": str(target), "out": Path(out)}
+    arguments["preset"] = options.get("preset") or "image-eagle"
     if options.get("prompts") is None and target not in included.table().models:
         raise ValueError("prompts: got none. Pass --prompts FILE with a prompt on each line, or --data for text.")
-    asked, plan, recipe = begin(given, TEXT_ONLY, "codes")
-    name, prompts, rows, seed = asked.preset, asked.prompts, asked.rows, asked.seed
-    planned = options_of(asked, plan)
-    device, several = device_of(asked)
+    request, plan, recipe = begin(arguments, TEXT_ONLY, "codes")
+    name, prompts, rows, seed = request.preset, request.prompts, request.rows, request.seed
+    planned = options_of(request, plan)
+    device, several = device_of(request)
     texts = None if prompts is None else sources.texts(prompts)
     if isinstance(target, ImagePipeline):
         pipe, where = target, str(getattr(target.model.config, "name_or_path", ""))
     else:
-        remote, where = asked.trust_remote_code, str(target)
-        pipe = ImagePipeline.from_pretrained(where, device=device, dtype=asked.dtype, trust_remote_code=remote)
+        remote, where = request.trust_remote_code, str(target)
+        pipe = ImagePipeline.from_pretrained(where, device=device, dtype=request.dtype, trust_remote_code=remote)
     family = pipe.family
     if family.draws != "codes":
         raise ValueError(f"target: {family.name} draws {family.draws}, expected one that draws code after code.")
     texts = texts or [row["prompt"] for row in included.scenes(None, pipe.processor, "prompts").prompts()]
-    layout = family.layout(asked.height, asked.width)
+    layout = family.layout(request.height, request.width)
     grid = {"rows": layout.grid[0], "columns": layout.positions // layout.grid[0]}
-    resumed = asked.resume and checkpoint(out) is not None
+    resumed = request.resume and checkpoint(out) is not None
     lessons, kind = lessons_of(out, resumed, planned, several), registry.drafter_class(recipe.kind)
-    drafter = fresh_or_resumed(family, out, resumed, seed, kind, **{**recipe.network, **grid, **network_of(asked)})
-    eval_rows = asked.eval_rows
+    drafter = fresh_or_resumed(family, out, resumed, seed, kind, **{**recipe.network, **grid, **network_of(request)})
+    eval_rows = request.eval_rows
     digest = f"{len(texts)} prompts, sha256 {hashlib.sha256(chr(10).join(texts).encode()).hexdigest()[:16]}"
     shared = {"target": Path(where).name, "data": digest, "answers": "target", "dtype": str(pipe.model.dtype), **grid}
     record = provenance(pipe.model, seed=seed, target=where, data=str(prompts), recipe="train_drafter", preset=name)
     record["settings"] = {**shared, "eval_rows": eval_rows, "preset": name}
-    record["settings"] |= {"layers": asked.layers, "intermediate": asked.intermediate}
+    record["settings"] |= {"layers": request.layers, "intermediate": request.intermediate}
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
-    texts, held = [texts[n] for n in order], max(1, min(int(HELD_OUT * len(texts)), eval_rows))
+    texts, validating = [texts[n] for n in order], max(1, min(int(HELD_OUT * len(texts)), eval_rows))
     capturing = CaptureTarget(family)
     checks = [
         ImagePrompts(pipe, layout, part, len(part), seed + 1 + n)
-        for n, part in enumerate(texts[first : min(first + rows, held)] for first in range(0, held, rows))
+        for n, part in enumerate(texts[first : min(first + rows, validating)] for first in range(0, validating, rows))
     ]
 
     def validate() -> dict[str, float]:
         """Return tau on pictures of held-out prompts, at the drafter's own depth."""
         fixed = FixedLength(drafter.traits.levels)
-        drawn = partial(decode, capturing, drafter, Exact(), length_policy=fixed)
-        return {"tau_sampled": measure(drawn, [each(0) for each in checks])}
+        decoder = partial(decode, capturing, drafter, Exact(), length_policy=fixed)
+        return {"tau_sampled": measure(decoder, [each(0) for each in checks])}
 
-    wanted = ImagePrompts(pipe, layout, texts[held:] or texts, rows, seed)
-    trainer = Trainer(capturing, drafter, Exact(), wanted, planned, out, record, validate, several)
-    if asked.store is not None:
+    training_prompts = ImagePrompts(pipe, layout, texts[validating:] or texts, rows, seed)
+    trainer = Trainer(capturing, drafter, Exact(), training_prompts, planned, out, record, validate, several)
+    if request.store is not None:
         settings = {**shared, "batch": rows, "seed": seed}
-        keep_answers(trainer, asked.store, settings, requests_of(planned, lessons))
-    history = train(trainer, asked.resume)
-    drafter_export.finish(trainer, history, held, use=USE)
+        keep_answers(trainer, request.store, settings, requests_of(planned, lessons))
+    history = train(trainer, request.resume)
+    drafter_export.finish(trainer, history, validating, use=USE)
     return history

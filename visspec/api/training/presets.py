@@ -31,13 +31,13 @@ def focused_state(model: PreTrainedModel, inputs: dict[str, Any]) -> int:
     weights.
     """
     text = model.config.get_text_config()
-    before, middle = text._attn_implementation, max(text.num_hidden_layers // 2, 1)
+    attention, middle = text._attn_implementation, max(text.num_hidden_layers // 2, 1)
     mask_BL = inputs.get("attention_mask", torch.ones_like(inputs["input_ids"])).bool()
     try:
         text._attn_implementation = "eager"
         weights = model(**inputs, output_attentions=True, use_cache=False).attentions
     finally:
-        text._attn_implementation = before
+        text._attn_implementation = attention
     entropies = [torch.special.entr(each_BHLL.float()).sum(-1).mean(1)[mask_BL].mean() for each_BHLL in weights or ()]
     if len(entropies) != text.num_hidden_layers or len(entropies) < 2:
         return middle
@@ -65,9 +65,9 @@ def of_preset(name: str | None, model, options: dict[str, Any]) -> tuple[dict[st
     return network, recipe
 
 
-def check_preset(name: str | None, asked: dict[str, Any], recipe: Recipe) -> None:
+def check_preset(name: str | None, options: dict[str, Any], recipe: Recipe) -> None:
     """Raise ValueError for values that the preset does not have."""
-    known = {*recipe.network, "intermediate", "structure", *(("draft_vocab",) if recipe.kind == "eagle" else ())}
-    if strange := sorted(set(asked) - known):
+    allowed = {*recipe.network, "intermediate", "structure", *(("draft_vocab",) if recipe.kind == "eagle" else ())}
+    if strange := sorted(set(options) - allowed):
         where = f"with the preset {name!r}" if name else "without a preset"
-        raise ValueError(f"{strange[0]}: got {asked[strange[0]]} {where}, which has no such value, expected none.")
+        raise ValueError(f"{strange[0]}: got {options[strange[0]]} {where}, which has no such value, expected none.")

@@ -30,13 +30,13 @@ TRIES = 4  # maximum number of samples per prompt
 MARK = "visspec"  # placeholder for the user's text in the template
 
 
-def count_of(asked: DrafterTraining, several: bool) -> int:
+def count_of(spec: DrafterTraining, several: bool) -> int:
     """Return the number of prompts that "self" or "self:N" requests, 0 for other data. Raises ValueError for options
     that don't go together. `several` is whether there is more than one process.
     """
-    match = re.fullmatch(r"self(:[1-9]\d*)?", str(asked.data))
-    if match is None and asked.images is not None:
-        raise ValueError(f"images: --data {asked.data} has its own images. Use --images with --data self.")
+    match = re.fullmatch(r"self(:[1-9]\d*)?", str(spec.data))
+    if match is None and spec.images is not None:
+        raise ValueError(f"images: --data {spec.data} has its own images. Use --images with --data self.")
     if match is not None and several:
         raise ValueError("data: got self in several processes. Write the prompts in one process first.")
     return 0 if match is None else int((match[1] or f":{COUNT}")[1:])
@@ -52,13 +52,13 @@ def opening(processor: Processor, messages: Sequence[dict[str, Any]]) -> str:
     return chat_text(processor, messages).partition(MARK)[0]
 
 
-def write(model: PreTrainedModel, processor: Processor, asked: DrafterTraining, count: int) -> Path:
+def write(model: PreTrainedModel, processor: Processor, spec: DrafterTraining, count: int) -> Path:
     """Let a model write prompts to prompts.jsonl in the folder `out`. An interrupted run is continued. Returns the
     file, for `TrainingData`. Raises ValueError if the model has no chat template, or no sample is usable.
     """
     if not getattr(processor, "chat_template", None):
         raise ValueError("data: got self for a model without a chat template. Pass a file of prompts.")
-    images = of_files(str(Path(asked.images).resolve()), ()) if asked.images else None
+    images = of_files(str(Path(spec.images).resolve()), ()) if spec.images else None
     tokenizer, own = tokenizer_of(processor), model.generation_config.eos_token_id
     ends = {*tokenizer.all_special_ids, *(own if isinstance(own, list) else [own])} - {None}
     # the template's mark after the user's text, in case it is not a special token
@@ -70,43 +70,43 @@ def write(model: PreTrainedModel, processor: Processor, asked: DrafterTraining, 
     def entry(number: int) -> dict[str, Any] | tuple[int, Exception]:
         """Return the inputs of a sample, or the error that prevents it."""
         try:
-            media = [read_media(Path(name), asked.max_pixels) for name in about(number).values()]
+            media = [read_media(Path(name), spec.max_pixels) for name in about(number).values()]
             inputs = process_chats(processor, [user_turn(*about(number))], [media], opening)
         except (ValueError, OSError) as error:
             return number, error
-        return move_inputs(inputs, model) | {"id": number, "seed": seed_of(asked.seed, str(number))}
+        return move_inputs(inputs, model) | {"id": number, "seed": seed_of(spec.seed, str(number))}
 
-    lengths = {"max_new_tokens": asked.max_new_tokens, "eos_token_id": sorted(ends)}
+    lengths = {"max_new_tokens": spec.max_new_tokens, "eos_token_id": sorted(ends)}
     options: dict[str, Any] = lengths | sampling_arguments(1.0)
-    settings = {"target": asked.target, "images": asked.images, "seed": asked.seed, **options}
-    fast, path, samples = accelerate(model, "context", tokenizer=tokenizer), asked.out / "prompts.jsonl", Counter[str]()
+    settings = {"target": spec.target, "images": spec.images, "seed": spec.seed, **options}
+    fast, path, samples = accelerate(model, "context", tokenizer=tokenizer), spec.out / "prompts.jsonl", Counter[str]()
     with Journal(path, settings) as journal, Progress("prompts", count) as bar:
-        seen = set(map(words_of, journal))
+        words = set(map(words_of, journal))
         first = max(map(int, journal.done), default=-1) + 1
-        numbers = range(first, first + TRIES * (count - len(seen)))
-        answers = fast.stream(map(entry, numbers), slots=asked.rows, **options)
-        while len(seen) < count and (answer := next(answers, None)) is not None:
+        numbers = range(first, first + TRIES * (count - len(words)))
+        answers = fast.stream(map(entry, numbers), slots=spec.rows, **options)
+        while len(words) < count and (answer := next(answers, None)) is not None:
             text, closed, _ = (answer.text or "").partition(closing)
             row = {"id": str(answer.id), **about(answer.id), "prompt": text.strip()}
             checks = {
                 "unread": answer.error is not None,
                 "cut": not closed and answer.ended != "eos",
                 "empty": len(words_of(row)) == 1,
-                "duplicate": words_of(row) in seen,
+                "duplicate": words_of(row) in words,
                 "new": True,
             }
-            kind = next(name for name, found in checks.items() if found)
+            kind = next(name for name, failed in checks.items() if failed)
             samples[kind] += 1
             if kind == "new":
-                seen.add(words_of(row))
+                words.add(words_of(row))
                 journal.add(row)
-            bar.update(len(seen), samples)
+            bar.update(len(words), samples)
         answers.close()
     share = samples["duplicate"] / max(samples["duplicate"] + samples["new"], 1)
-    found = f"; {share:.1%} duplicates among {samples.total():,} samples: {dict(samples)}" if samples else ""
-    say(f"{path} holds {len(seen):,} prompts{found}")
-    if not seen:
-        raise ValueError(f"data: got no prompt from {asked.target}. Pass a file of prompts.")
+    failed = f"; {share:.1%} duplicates among {samples.total():,} samples: {dict(samples)}" if samples else ""
+    say(f"{path} holds {len(words):,} prompts{failed}")
+    if not words:
+        raise ValueError(f"data: got no prompt from {spec.target}. Pass a file of prompts.")
     return path
 
 

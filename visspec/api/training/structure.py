@@ -75,6 +75,6 @@ def choose(
     faster = [name for name in names if paired.compare(runs[CHAIN], runs[name])["speedup_ci95"][0] > 1]
     best = max(faster, key=lambda name: rows[name]["speedup"], default=CHAIN)
     write_json(folder / CONFIG, config | {"structure": registry.parse(f":{best}")[1]})
-    chosen = rows[best] | taus(model, registry.drafter(folder.resolve(), model)[0], held_out)
-    print(json.dumps(chosen))
-    return chosen
+    figures = rows[best] | taus(model, registry.drafter(folder.resolve(), model)[0], held_out)
+    print(json.dumps(figures))
+    return figures

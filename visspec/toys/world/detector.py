@@ -164,13 +164,13 @@ class _TemplateFit:
         """Climb the score over 3x3x3 neighbourhoods of the given stride (quarter pixels) until it stops rising."""
         for _ in range(8):
             x, y, r = at
-            near = [
+            candidates = [
                 (x + i * stride, y + j * stride, r + k * stride)
                 for i in (-1, 0, 1)
                 for j in (-1, 0, 1)
                 for k in (-1, 0, 1)
             ]
-            best = max(near, key=lambda c: self.score(kind, *c))
+            best = max(candidates, key=lambda c: self.score(kind, *c))
             if self.score(kind, *best) <= self.score(kind, *at):
                 return at
             at = best
@@ -235,14 +235,14 @@ class ShapeDetector(WorldDetector):
 
     def detect(self, image: Image.Image) -> DetectionResult:
         """Return all shapes of the image, of any class; refused if too many pixels are unexplained."""
-        seen = self.analyse(image)
+        result = self.analyse(image)
         detections = tuple(
             Detection(s.label, s.score, s.box, mask > 0.5, s.colour if s.off_palette < OFF_PALETTE else UNKNOWN)
-            for s, mask in zip(seen.shapes, seen.coverage)
+            for s, mask in zip(result.shapes, result.coverage)
         )
-        if seen.unexplained <= self.max_unexplained:
+        if result.unexplained <= self.max_unexplained:
             return DetectionResult(detections)
-        reason = f"{seen.unexplained:.1%} of the pixels are unexplained, more than {self.max_unexplained:.1%}"
+        reason = f"{result.unexplained:.1%} of the pixels are unexplained, more than {self.max_unexplained:.1%}"
         return DetectionResult(detections, reason)
 
     def analyse(self, image: np.ndarray | Image.Image) -> Analysis:
@@ -269,8 +269,8 @@ class ShapeDetector(WorldDetector):
     def _ground_distance(pixels: np.ndarray) -> np.ndarray:
         ends = lab(np.stack([CANVAS_RGB - TEXTURE, CANVAS_RGB + TEXTURE]))[:, 0]
         lightness = pixels[..., 0]
-        beyond = np.maximum(ends[0] - lightness, 0) + np.maximum(lightness - ends[1], 0)
-        return np.sqrt(beyond**2 + pixels[..., 1] ** 2 + pixels[..., 2] ** 2)
+        excess = np.maximum(ends[0] - lightness, 0) + np.maximum(lightness - ends[1], 0)
+        return np.sqrt(excess**2 + pixels[..., 1] ** 2 + pixels[..., 2] ** 2)
 
     def _parts(self, front: np.ndarray, distance: np.ndarray, side: int) -> list[tuple[np.ndarray, int]]:
         least = 0.25 * min(_moments(kind)[0] for kind in CLASSES) * (self.min_radius * side) ** 2

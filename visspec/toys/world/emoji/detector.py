@@ -68,8 +68,8 @@ def _windows() -> np.ndarray:
     return out
 
 
-def _basis(vectors: torch.Tensor, kept: int) -> torch.Tensor:
-    return torch.linalg.eigh(vectors.T @ vectors)[1][:, -kept:].contiguous()
+def _basis(vectors: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.linalg.eigh(vectors.T @ vectors)[1][:, -count:].contiguous()
 
 
 @cache
@@ -153,8 +153,8 @@ def _glimpse(pixels: torch.Tensor, side: float) -> Places | None:
     if not len(at):
         return None
     patches, columns = patches[at], small.shape[3] - WINDOW + 1
-    over = (patches @ b.cover_basis).flatten(0, 1) @ b.cover  # (3 P, T): product with 1 - coverage
-    ground = (over.view(len(at), 3, -1) - b.ground).square_().sum(1).div_(b.room)
+    cover = (patches @ b.cover_basis).flatten(0, 1) @ b.cover  # (3 P, T): product with 1 - coverage
+    ground = (cover.view(len(at), 3, -1) - b.ground).square_().sum(1).div_(b.room)
     gain = (patches.flatten(1) @ b.colour_basis) @ b.colour
     gain.mul_(2).sub_(b.energy).add_(ground)  # minus the patch's energy, this is the negative residual
     gain.sub_((mean[at].square().sum(1) / area)[:, None])
@@ -166,8 +166,8 @@ def _glimpse(pixels: torch.Tensor, side: float) -> Places | None:
 def _around(places: Places, at: int) -> torch.Tensor:
     """Return which places (P) are close to one of them, including their side."""
     reach = 0.3 * places.side[at]
-    near = ((places.x - places.x[at]).abs() < reach) & ((places.y - places.y[at]).abs() < reach)
-    return near & ((places.side / places.side[at]).log().abs() < 0.5)
+    close = ((places.x - places.x[at]).abs() < reach) & ((places.y - places.y[at]).abs() < reach)
+    return close & ((places.side / places.side[at]).log().abs() < 0.5)
 
 
 def _first(pixels: torch.Tensor, sides: Sequence[float]) -> Places | None:
@@ -213,27 +213,27 @@ class _PoseFit:
         c, s = (f(pose[:, 3])[:, None, None] for f in (torch.cos, torch.sin))
         du, dv = self.u - pose[:, 0, None, None], self.v - pose[:, 1, None, None]
         grid = torch.stack([(c * du + s * dv) * scale, (c * dv - s * du) * scale], -1)  # (K n, R, R, 2)
-        drawn = F.grid_sample(tiles, grid.view(count, each * FINE, FINE, 2), align_corners=False)
-        drawn = drawn.unflatten(2, (each, FINE)).transpose(1, 2).flatten(0, 1) * self.inside
-        return self._left(self.window - drawn[:, :3], self.slope * (1 - drawn[:, 3:])).view(count, each)
+        sample = F.grid_sample(tiles, grid.view(count, each * FINE, FINE, 2), align_corners=False)
+        sample = sample.unflatten(2, (each, FINE)).transpose(1, 2).flatten(0, 1) * self.inside
+        return self._left(self.window - sample[:, :3], self.slope * (1 - sample[:, 3:])).view(count, each)
 
     def best(self, picture: torch.Tensor, pose: torch.Tensor) -> tuple[int, torch.Tensor, float]:
         """Return (picture, pose, energy left) of the best of K rivals, each fitted by steps of decreasing size."""
         moves = torch.cat([torch.eye(4), -torch.eye(4)])
         width = torch.tensor([0.06, 0.06, 0.1, 0.13]).expand(len(picture), 4)
         tiles = fine_tiles(self.soft)[picture]
-        left = self.left(tiles, pose[:, None])[:, 0]
+        energy = self.left(tiles, pose[:, None])[:, 0]
         for step in range(STEPS):
             tried = pose[:, None] + moves * width[:, None]
             least, choice = self.left(tiles, tried).min(1)
-            better = (least < left)[:, None]
+            better = (least < energy)[:, None]
             pose = torch.where(better, tried[torch.arange(len(picture)), choice], pose)
-            left, width = torch.minimum(least, left), torch.where(better, width, width / 2)
+            energy, width = torch.minimum(least, energy), torch.where(better, width, width / 2)
             if step in (2, 4):
-                kept = left.topk(min(len(left), 10 if step == 2 else 4), largest=False).indices
-                picture, tiles, pose, width, left = (part[kept] for part in (picture, tiles, pose, width, left))
-        first = int(left.argmin())
-        return int(picture[first]), pose[first], float(left[first])
+                best = energy.topk(min(len(energy), 10 if step == 2 else 4), largest=False).indices
+                picture, tiles, pose, width, energy = (part[best] for part in (picture, tiles, pose, width, energy))
+        first = int(energy.argmin())
+        return int(picture[first]), pose[first], float(energy[first])
 
 
 class EmojiDetector(WorldDetector):
@@ -268,39 +268,39 @@ class EmojiDetector(WorldDetector):
             else:
                 far = ~_around(places, at)
             places = Places(*(part[far] for part in places))
-        return tuple(sorted(out, key=lambda seen: -seen.score))
+        return tuple(sorted(out, key=lambda one: -one.score))
 
     def _fitted(self, pixels: torch.Tensor, places: Places, at: int, noise: float) -> DetectedEmoji:
         x, y, side = (float(v[at]) for v in (places.x, places.y, places.side))
         index = _around(places, at).nonzero()[:, 0]
-        found, places_of = [], []
+        candidates, places_of = [], []
         gain = places.gain[index]
         for worth in (gain, gain / places.whole[index, None]):  # the share of a small picture is high
             most, where = worth.max(0)
-            found.append(most.topk(RIVALS // 2).indices)
-            places_of.append(index[where[found[-1]]])
-        picture, start = torch.cat(found), torch.cat(places_of)
+            candidates.append(most.topk(RIVALS // 2).indices)
+            places_of.append(index[where[candidates[-1]]])
+        picture, start = torch.cat(candidates), torch.cat(places_of)
         place = ((places.x[start] - x) / side, (places.y[start] - y) / side, (places.side[start] / side).log())
         pose = torch.stack([*place, torch.zeros(len(start))], 1)
         fit = _PoseFit(pixels, x, y, side)
         room = float(fit.inside.sum())
         floor = 3 * noise**2 * room * min(1.0, FINE / AROUND / side) ** 2
         there = max(float(fit.alone) - floor, floor / 2, FAINT * room)
-        chosen, best, left = fit.best(picture, pose)
-        if 1 - SHARP < (float(fit.alone) - left) / there < SHARP:
+        name_index, best, energy = fit.best(picture, pose)
+        if 1 - SHARP < (float(fit.alone) - energy) / there < SHARP:
             for fit.soft in SOFT:
                 other = fit.best(picture, pose)
                 # smooth tiles partly fit the ground between pictures
-                if other[2] < left and float(fit.alone) - other[2] > LEAST_SOFT * there:
-                    chosen, best, left = other
-        score, scale, turn = (float(fit.alone) - left) / there, float(best[2].exp()), float(torch.rad2deg(best[3]))
+                if other[2] < energy and float(fit.alone) - other[2] > LEAST_SOFT * there:
+                    name_index, best, energy = other
+        score, scale, turn = (float(fit.alone) - energy) / there, float(best[2].exp()), float(torch.rad2deg(best[3]))
         centre = x + float(best[0]) * side, y + float(best[1]) * side
-        return DetectedEmoji(names()[chosen], score, *centre, side * scale, turn)
+        return DetectedEmoji(names()[name_index], score, *centre, side * scale, turn)
 
     def detect(self, image: Image.Image) -> DetectionResult:
         """Return all pictures of the image, which is never refused."""
         return DetectionResult(
-            tuple(Detection(seen.name, seen.score, seen.box, None, None) for seen in self.analyse(image))
+            tuple(Detection(emoji.name, emoji.score, emoji.box, None, None) for emoji in self.analyse(image))
         )
 
 
