@@ -80,9 +80,9 @@ def test_batch_changes_no_bit(written, drafted, invariant):
     drafter = SmallMAR.from_pretrained(written / "drafter", pipe.model) if drafted else None
     options = {"drafter": drafter, "output_type": "latent"}
     with ProductRows() as one:
-        alone = [pipe(text, seed=seed, **options).tokens[0] for seed, text in enumerate(PROMPTS)]
+        alone = [pipe(text, seed=seed, **options).tokens[0] for seed, text in enumerate(PROMPTS[:2])]
     with ProductRows() as several:
-        together = pipe(PROMPTS, seed=[0, 1, 2], **options).tokens
+        together = pipe(PROMPTS[:2], seed=[0, 1], **options).tokens
     assert (max(several.rows) == max(one.rows)) == invariant
     assert not invariant or all(map(torch.equal, together, alone))
 
