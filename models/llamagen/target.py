@@ -6,6 +6,7 @@ The unconditional prompt is a learned "nothing". Captions are text features, com
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
