@@ -297,8 +297,7 @@ class _Heads(PendingInputs):
         overlaps = [min(again, count) for count in counts]
         slots.lengths = [n + count - overlap for n, count, overlap in zip(slots.lengths, counts, overlaps)]
         if again:
-            first_B1 = to_device([count - overlap for count, overlap in zip(counts, overlaps)], ahead_BCd.device)[
-                :, None
-            ]
+            first = [count - overlap for count, overlap in zip(counts, overlaps)]
+            first_B1 = to_device(first, ahead_BCd.device)[:, None]
             at_BA = (first_B1 + torch.arange(again, device=ahead_BCd.device)).clamp(max=ahead_BCd.shape[1] - 1)
             self.pending_inputs = [(gather_rows(ahead_BCd, at_BA), gather_rows(hidden_BCd, at_BA), overlaps)]
