@@ -34,7 +34,7 @@ THREADS = 8
 
 
 @contextmanager
-def one_sentence(match: str | None) -> Iterator[pytest.ExceptionInfo[ValueError]]:
+def raises_line(match: str | None) -> Iterator[pytest.ExceptionInfo[ValueError]]:
     with pytest.raises(ValueError, match=match) as error:
         yield error
     text = str(error.value)

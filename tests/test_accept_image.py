@@ -104,7 +104,7 @@ def drift_of(rule, p, q):
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
 @pytest.mark.parametrize("name", list(relaxed()))
-def test_law_and_drift_are_those_of_the_formula(name, drawn):
+def test_law_and_drift_by_formula(name, drawn):
     rule = bound(relaxed()[name])
     p, q = distributions(4)
     tolerance = 1e-6 if name == "grouped" else 1e-12  # group masses come in float32
@@ -238,7 +238,7 @@ def test_greedy_limits(shape):
 
 
 @pytest.mark.parametrize("codes, k, chunk", [(40, 7, 16), (130, 9, 100), (3, 2, 256), (60, 59, 7)])
-def test_the_nearest_codes_are_those_of_the_definition(codes, k, chunk):
+def test_nearest_codes_by_definition(codes, k, chunk):
     """Equal distances, of which there are many, by index."""
     for ties in (False, True):
         drawn = torch.randn(codes, 5, generator=torch.Generator().manual_seed(codes))
@@ -273,7 +273,7 @@ def test_nodes_without_a_law_borrow_nothing():
     assert mass[0, ::2].tolist() == [0.0, 0.0] and mass[0, 1] != 0
 
 
-def test_pairings_are_refused_before_any_step():
+def test_bad_pairings_refused():
     text = Capabilities(vocab=K)
     for rule in (Lantern(), LanternPlus(), Local()):
         with pytest.raises(ValueError, match="codebook"):
@@ -303,7 +303,7 @@ def siblings_by_formula(rule, p, tokens, left=True):
 
 
 @pytest.mark.parametrize("kind, value", [(Lantern, 0.375), (LanternPlus, 2.5)])
-def test_later_siblings_borrow_from_what_is_left(kind, value):
+def test_siblings_borrow_from_residual(kind, value):
     """Four children, uniforms integrated out. At this delta it drifts less than borrowing from p; lam need not."""
     rule, shape, moved, from_p = bound(kind(3, value)), tree.static((-1, 0, 0, 0, 0)), 0.0, 0.0
 

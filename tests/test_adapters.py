@@ -92,7 +92,7 @@ def test_adapter_added_to_a_recorded_head(passes, quick):
     assert torch.equal(fast.generate(**inputs, **GREEDY), expected) and not torch.equal(before, expected)
 
 
-def test_a_drafter_borrows_the_head_with_its_adapter():
+def test_adapter_on_head():
     model = adapted(llama(3)).get_base_model()
     drafter, feature = EagleDrafter.for_model(model), torch.randn(2, 32)
     assert torch.allclose(drafter.layer.logits(feature), model.lm_head(feature), atol=1e-5)

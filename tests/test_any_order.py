@@ -14,7 +14,7 @@ import visspec
 from tests import tiny_images
 from tests.any_order import distributions, process
 from tests.distributions import chi_square, output_law, total_variation, verdicts
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.tiny import model_of
 from visspec import ImagePipeline, registry
 from visspec import tree as trees
@@ -117,7 +117,7 @@ def reference(condition, row, name):
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("condition", TEXTS)
 @pytest.mark.parametrize("kind", ["none", "ahead"])
-def test_greedy_is_what_the_network_says_alone(name, condition, kind):
+def test_greedy_equals_network(name, condition, kind):
     codes, state = draw(condition, [0, 1, 2], DRAFTERS[kind](), order=ORDERS[name])
     assert codes.tolist() == [reference(condition, row, name) for row in range(3)]
     assert len({tuple(row) for row in codes.tolist()}) == 3  # the prompts count
@@ -209,7 +209,7 @@ class Net:
 
 @pytest.mark.parametrize("order", [None, (3, 0, 2, 1)])
 @pytest.mark.parametrize("levels", [1, 3])
-def test_the_law_of_whole_images_is_that_of_plain_decoding(order, levels):
+def test_law_of_whole_images(order, levels):
     net = Net(order, levels)
     distribution, passes = process(net, levels)
     assert abs(float(distribution.sum()) - 1) < 1e-12 and passes <= 4
@@ -258,7 +258,7 @@ def keeps_on(p, committed, draft):
 
 
 @pytest.mark.parametrize("rule", ["exact", "rejection"])
-def test_drawn_images_have_the_enumerated_law(rule):
+def test_enumerated_law_of_images(rule):
     made, rows = family_of(network(side=2, codes=4), None), 2500
     prompt = made.prompt(["3"] * rows, False)
     request = Request(prompt, prompt.ids, 4, Sampling(1.0), grid=(2, 2), order=(3, 0, 2, 1))
@@ -300,5 +300,5 @@ def test_any_order_refusals():
         ("compile: got True", lambda: family().make_target(DrafterTraits(), True)),
         ("levels: got 0, expected 1..64", lambda: Ahead(0)), ("levels: got 65, expected 1..64", lambda: Ahead(65)),
     ):  # fmt: skip
-        with one_sentence(words):
+        with raises_line(words):
             call()

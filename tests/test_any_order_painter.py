@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig, JanusVQVAEConfig
 
 from tests.any_order import distributions
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.layouts import gpt_reference, turn_by_hand
 from tests.test_any_order import network
 from tests.tiny_images import painter_processor
@@ -73,13 +73,13 @@ def test_orders_of_a_call(pipe):
         assert torch.equal(pipe(TEXTS[0], seed=1, order=given).tokens[0], named["halton"])
     assert torch.equal(pipe(TEXTS[0], seed=1, order=list(range(SIDE * SIDE))).tokens[0], named["raster"])
     for order, said in (([0, 0, 1], "expected each of 0..2 once"), ([1, 0], "expected the 6 * 6 of the image")):
-        with one_sentence(f"^order: got .*{re.escape(said)}"):
+        with raises_line(f"^order: got .*{re.escape(said)}"):
             pipe(TEXTS[0], order=order)
     with pytest.raises(ValueError, match="order: got RejectedRegions, expected raster, spread, halton"):
         pipe(TEXTS[0], order="islands")
 
 
-def test_guidance_temperature_and_negative_prompts_count(pipe):
+def test_guidance_and_temperature(pipe):
     def drawn(**options):
         return tuple(pipe(TEXTS[0], seed=1, output_type="latent", **options).tokens[0].tolist())
 
@@ -88,11 +88,11 @@ def test_guidance_temperature_and_negative_prompts_count(pipe):
     assert drawn(negative_prompt="") == drawn() and drawn(temperature=0.0) == drawn(temperature=0.0, drafter="none")
     assert drawn(top_k=1) == drawn(temperature=0.0)
     for name in ("prompt", "negative_prompt"):
-        with one_sentence(f"^{name}: got 14 words, expected at most 12"):
+        with raises_line(f"^{name}: got 14 words, expected at most 12"):
             pipe(**{"prompt": TEXTS[0], name: " ".join(["red"] * 12)})
 
 
-def test_callbacks_see_codes_where_they_belong(pipe):
+def test_callback_codes_in_place(pipe):
     seen = []
 
     def look(pipeline, number, count, given):
@@ -112,7 +112,7 @@ def test_callbacks_see_codes_where_they_belong(pipe):
 # --- published weights ------------------------------------------------------------------------------------------------
 
 
-def test_published_weights_are_loaded_by_their_names(tmp_path):
+def test_published_weight_names(tmp_path):
     """LlamaGen's names, and the queries' (RandAR's repository); without them it is a LlamaGen."""
     model = network()
     tensors = {name: value.contiguous() for name, value in model.state_dict().items()}
@@ -128,7 +128,7 @@ def test_published_weights_are_loaded_by_their_names(tmp_path):
 
 
 @torch.no_grad()
-def test_published_laws_are_those_of_the_formula(tmp_path):
+def test_published_laws_by_formula(tmp_path):
     """LlamaGen's decoder by hand over class, query, code, query, ...; a query is a learned vector, rotated as a key."""
     tensors = dict(network().state_dict())
     save_file({name: value.contiguous() for name, value in tensors.items()}, tmp_path / "randar.safetensors")
@@ -175,7 +175,7 @@ def painter():
 
 
 @shipped
-def test_the_included_painter_draws_in_fewer_passes(painter):
+def test_included_painter_passes(painter):
     """Its files are weights, a card and where they are from; images are those of plain decoding in the order."""
     folder = SHIPPED.parent
     assert {path.name for path in folder.iterdir()} >= {"README.md", "provenance.json", "model.safetensors"}

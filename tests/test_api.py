@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers.generation.streamers import BaseStreamer
 
 import visspec
-from tests.doubles import NEW, Oracle, TreeOracle, fast, forced, new_tokens, one_sentence, stock
+from tests.doubles import NEW, Oracle, TreeOracle, fast, forced, new_tokens, raises_line, stock
 from tests.tiny import PAD, VOCAB, llava, model_of, prompt, shapes
 from visspec.models.attention.pass_inputs import CACHE, CACHE_NAMES
 
@@ -89,7 +89,7 @@ class Ends(tf.StoppingCriteria):
 
 @pytest.mark.parametrize("divisor", [2, 11])
 @pytest.mark.parametrize("shape", ["one", "ragged"])
-def test_stopping_criteria_cut_after_the_first_stop(shape, divisor):
+def test_stopping_criteria(shape, divisor):
     inputs = prompt("llava", shapes("llava")[shape])
     unused = ({*range(VOCAB)} - {t for row in stock("llava", shape) for t in row}).pop()
     options = {**GREEDY, "eos_token_id": unused}  # without any, stopped rows run on until all have stopped
@@ -137,7 +137,7 @@ class Recorder(BaseStreamer):
         self.calls.append("end")
 
 
-def test_streamer_sees_what_transformers_shows(one, ragged):
+def test_streamer_equals_transformers(one, ragged):
     expected = Recorder()
     model_of("llava").generate(**one, **GREEDY, streamer=expected, eos_token_id=stock("llava", "one")[0][13])
     assert expected.calls[-1] == "end" and len(expected.calls) > 5
@@ -378,11 +378,11 @@ def test_refusals(one, kind):
         handle.remove()
     assert "\n" not in str(caught.value) and not calls, "one sentence, before the model runs"
     if kind in ("quantized", "cache"):
-        with one_sentence(sentence):
+        with raises_line(sentence):
             model_of("llava").generate(**one, **options, custom_generate=visspec.speculative("ngram"))
 
 
-def test_assistants_and_filled_caches_are_refused(one):
+def test_refuses_assistant_and_filled_cache(one):
     with pytest.raises(ValueError, match="assistant_model: got LlamaForCausalLM"):
         fast("llava", "ngram").generate(**one, assistant_model=model_of("llama"))
     inputs, cache = prompt("llama", ["9"]), tf.DynamicCache()
@@ -406,7 +406,7 @@ def test_assistants_and_filled_caches_are_refused(one):
     ({"model": None}, "model: got None, expected a loaded model"),
 ], ids=str)  # fmt: skip
 def test_accelerate_refuses(arguments, sentence):
-    with one_sentence(sentence):
+    with raises_line(sentence):
         visspec.accelerate(**{"model": model_of("llava"), **arguments})
 
 

@@ -78,7 +78,7 @@ def test_captions_equal_generate(zoo, count):
     assert not torch.equal(other, stock), "the picture is seen"
 
 
-def test_folder_is_written_again_where_parts_are_newer(zoo):
+def test_rewritten_if_parts_are_newer(zoo):
     folder, weights = included.check("model", NAME), zoo[0] / NAME / "model.safetensors"
     first = load_file(folder / "model.safetensors")
     save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights)
@@ -88,7 +88,7 @@ def test_folder_is_written_again_where_parts_are_newer(zoo):
     assert [path.name for path in zoo[1].iterdir() if path.name != "smollm2"] == [NAME]
 
 
-def test_what_is_missing_is_said_in_one_sentence(zoo):
+def test_missing_parts_message(zoo):
     (zoo[0] / NAME / "model.safetensors").unlink()
     with pytest.raises(ValueError, match=rf"^model: {NAME} has no weights yet. Its script makes them: .*/train.py.$"):
         loading.load(NAME)

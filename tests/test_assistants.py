@@ -9,7 +9,7 @@ from transformers.modeling_layers import MtpModel
 
 import visspec
 from tests import tiny
-from tests.doubles import new_tokens, one_sentence
+from tests.doubles import new_tokens, raises_line
 from tests.tiny import PAD, TEXT, built, enliven, llama
 from visspec.models.block.drafter import BlockModel, bare
 from visspec.models.decoder.mtp import MultiToken
@@ -123,7 +123,7 @@ def of_transformers(name, target, drafter, inputs):
 
 
 @each_pair
-def test_the_same_tokens_as_transformers_own_mode(name):
+def test_same_tokens_as_transformers(name):
     target, drafter = pair_of(name)
     inputs = prompt((19,))
     expected = new_tokens(target.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs)
@@ -138,7 +138,7 @@ def test_the_same_tokens_as_transformers_own_mode(name):
 def test_ragged_batches_greedy_and_seeded(name, width):
     target, drafter = pair_of(name)
     if name == "mtp" and width > 1:
-        with one_sentence("width: got 2, but a checkpoint with a layer for each level drafts chains"):
+        with raises_line("width: got 2, but a checkpoint with a layer for each level drafts chains"):
             visspec.accelerate(target, made(name, target, drafter, width))
         return
     check_drafter(made(name, target, drafter, width), target, prompt(LENGTHS), NEW)
@@ -162,7 +162,7 @@ class Spy:
 
 
 @each_pair
-def test_what_is_drafted_first_is_what_transformers_drafts(name):
+def test_first_draft_equals_transformers(name):
     target, drafter = pair_of(name)
     inputs, spy = prompt(LENGTHS), Spy(made(name, target, drafter))
     visspec.accelerate(target, spy.drafter, adaptive=False).generate(**inputs, max_new_tokens=NEW, do_sample=False)
@@ -245,7 +245,7 @@ def test_kinds_are_told_apart_by_form():
     assert bare(llama().get_input_embeddings()).num_embeddings == TEXT["vocab_size"]
 
 
-def test_assistants_of_other_targets_are_refused():
+def test_refuses_other_targets():
     muse, gemma = pair_of("dflash")[0], pair_of("gemma4")[0]
     wide = gemma4_assistant(backbone_hidden_size=48)
     for target, drafter, said in (
@@ -255,5 +255,5 @@ def test_assistants_of_other_targets_are_refused():
         (gemma, wide, "hidden size of 48"),
         (llama(), gemma4_assistant(), "reads layers of"),
     ):
-        with one_sentence(said):
+        with raises_line(said):
             visspec.accelerate(target, drafter)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from visspec.api.sources import Record
 from visspec.cli import bench_caption, bench_data
 from visspec.cli.main import main
@@ -49,12 +49,12 @@ def test_three_formats(home):
     [{"text": "a"}, [1], "{", {**MMSPEC, "turns": []}, {**SPEED, "turns": [{"role": "user"}]}, {**VLLM, "prompt": 3}],
 )
 def test_another_format_is_refused_by_line(home, line):
-    with one_sentence(r"line 2 of .*data\.jsonl is not a prompt of MMSpec, SPEED-Bench or vLLM's custom_mm \("):
+    with raises_line(r"line 2 of .*data\.jsonl is not a prompt of MMSpec, SPEED-Bench or vLLM's custom_mm \("):
         bench_data.read(written(home, MMSPEC, line), 9)
 
 
 def test_an_empty_file_is_refused(home):
-    with one_sentence(r"data: .*data\.jsonl is empty"):
+    with raises_line(r"data: .*data\.jsonl is empty"):
         bench_data.read(written(home, ""), 9)
 
 

@@ -37,7 +37,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_the_page_answers_the_question_with_its_commands(home, monkeypatch, capsys):
+def test_commands_of_the_page(home, monkeypatch, capsys):
     """On random weights in the published layouts, by the names that the page uses."""
     (home / "coco.txt").write_text("a red cube\nblue grass\n")
     codes = 128  # LANTERN's preset asks for 100 neighbours
@@ -70,7 +70,7 @@ def test_the_page_answers_the_question_with_its_commands(home, monkeypatch, caps
         assert main(shlex.split(word)[1:]) == 0
 
 
-def test_scores_are_those_of_the_metrics_on_the_kept_images(home, folder, capsys, monkeypatch):
+def test_scores_equal_metrics(home, folder, capsys, monkeypatch):
     call = ["bench", "image", "--model", str(folder), "--prompts", "coco.txt", "--count", "4"]
     call += ["--method", "plain", "--method", "coupled", "--reference", "photos", *TINY]
     call += ["--out", "drawn", "--json", "a.json"]
@@ -92,7 +92,7 @@ def test_scores_are_those_of_the_metrics_on_the_kept_images(home, folder, capsys
     assert "has the image of another prompt. Choose another folder." in refused(capsys, *call)
 
 
-def test_what_is_missing_is_named_before_anything_is_drawn(home, folder, capsys):
+def test_missing_files_named_first(home, folder, capsys):
     call = ["bench", "image", "--model", str(folder), "--method", "plain"]
     (home / "few").mkdir()
     mine = [*call, "--prompts", "coco.txt"]

@@ -78,7 +78,7 @@ def test_sizes_are_those_of_the_models():
     assert found == pytest.approx(published, abs=0.02)
 
 
-def test_laws_are_compared_as_tokens_may_not_show_an_error(monkeypatch):
+def test_compares_distributions(monkeypatch):
     """The next id mostly follows whatever a node attends to; its law does not."""
     assert tiny().passes()["law_error"] < 1e-4
     case = tiny()
@@ -87,7 +87,7 @@ def test_laws_are_compared_as_tokens_may_not_show_an_error(monkeypatch):
     assert case.passes()["law_error"] > 1e-2
 
 
-def test_what_does_not_fit_is_named_and_the_rest_stays(monkeypatch):
+def test_misfits_are_named(monkeypatch):
     ours = bench_sizes.CaptionArm.__call__
 
     def full(self, prompt):

@@ -84,7 +84,7 @@ def test_confidence_bounds_the_next_draft():
         assert rule == "exact" or max(levels[1:3]) > 2
 
 
-def test_confidence_is_refused_where_nothing_expects_it():
+def test_refuses_confidence():
     drafter = lambda **more: BlockDrafter.for_model(model_of("llava"), layers=1, block=5, **more)  # noqa: E731
     with pytest.raises(ValueError, match="for a drafter without a head that predicts acceptance rates"):
         drafter().shaped(confidence=0.3)
@@ -134,7 +134,7 @@ def test_a_head_that_sees_the_token_is_seen(unwarped):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("places", [1, 2, 7, 16])
-def test_the_greedy_chain_of_a_selector_is_that_of_its_walk(places):
+def test_selector_greedy_chain(places):
     torch.manual_seed(places)
     head, token = CandidateSelector(50, 8, 4, 5), torch.tensor([3, 49, 0])
     [torch.nn.init.normal_(p) for p in head.parameters()]

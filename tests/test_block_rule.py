@@ -42,7 +42,7 @@ def law(drafter, p, shift=FRESH):
 
 @pytest.mark.parametrize("drafter", [Chain, Expecting], ids=["chain", "chain that a head ends"])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_block_keeps_the_law_over_many_rounds(drafter, seed, unwarped):
+def test_law_over_many_rounds(drafter, seed, unwarped):
     p = context_law(2, seed)
     distribution = law(drafter(context_law(2, seed + 7)), p)
     assert total_variation(distribution, plain_law(p, 2, SIZE)) < 1e-12
@@ -54,7 +54,7 @@ class Fixed(Chain):
         return tree.chain_draft(torch.tensor(committed[-1:]), tokens)
 
 
-def test_a_block_keeps_the_law_of_point_masses(unwarped):
+def test_law_of_point_masses(unwarped):
     p = context_law(2, 1)
     assert total_variation(law(Fixed(context_law(2, 0)), p), plain_law(p, 2, SIZE)) < 1e-12
 
@@ -92,7 +92,7 @@ def test_the_law_of_a_round(chances):
     assert found < 1e-12 if chances is block.chances else found > 1e-3
 
 
-def test_numbers_that_serve_two_rounds_are_seen(unwarped):
+def test_control_reused_numbers(unwarped):
     p = context_law(2, 0)
     assert total_variation(law(Chain(context_law(2, 7)), p, shift=0), plain_law(p, 2, SIZE)) > 1e-3
 
@@ -107,7 +107,7 @@ def means(p, q, depth):
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(st.integers(0, 10_000), st.integers(1, 3), st.floats(0.1, 3.0))
-def test_a_block_accepts_no_less_than_rejection(seed, depth, sharpness):
+def test_block_accepts_at_least_rejection(seed, depth, sharpness):
     whole, tokenwise = means(context_law(3, seed, sharpness), context_law(3, seed + 1, sharpness), depth)
     assert whole > tokenwise - 1e-12
     assert depth > 1 or math.isclose(whole, tokenwise, rel_tol=1e-12)
@@ -118,7 +118,7 @@ def test_a_block_accepts_more_than_rejection():
     assert whole > tokenwise + 0.02
 
 
-def test_verdicts_occur_as_often_as_they_should():
+def test_verdict_frequencies():
     """The rule itself on one draft, its numbers and all: chi-square over (length, next); the fourth node is absent."""
     rows, p, q = 40_000, context_law(V, 3), context_law(V, 4)
     tokens = (0, *(int(q((0,) * n).topk(2).indices[n % 2]) for n in range(4)))
@@ -143,7 +143,7 @@ def test_verdicts_occur_as_often_as_they_should():
     assert scipy.stats.chisquare(counts, want / want.sum() * counts.sum()).pvalue > 1e-3
 
 
-def test_numbers_that_were_read_are_not_read_again():
+def test_numbers_read_once():
     noise, whole = (RoundNoise([torch.Generator().manual_seed(s) for s in (1, 2)]) for _ in range(2))
     at = 0
     for read, counts, chunks in ((5, [2, 1], 1), (1, [1, 1], 1), (16, [4, 4], 1), (17, [4, 4], 2), (2, [1, 1], 1)):
@@ -154,7 +154,7 @@ def test_numbers_that_were_read_are_not_read_again():
 
 
 @pytest.mark.parametrize("drafter", ["jacobi:window=4,redraw=maximal", "jacobi:window=4"])
-def test_neither_drafts_nor_numbers_serve_several_rounds(drafter):
+def test_drafts_and_numbers_used_once(drafter):
     rule = registry.rule("block")
     assert isinstance(rule.make_noise([torch.Generator()], V), RoundNoise)
     with pytest.raises(

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import ProcessorMixin
 
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from visspec.api import captions, loading
 from visspec.models.scales.multiscale import ScaleSizes
 from visspec.models.var.layout import VARImageConfig
@@ -38,7 +38,7 @@ def written(folder, config, tensors):
     return folder
 
 
-def test_sizes_below_zero_are_refused_in_one_sentence(tmp_path):
+def test_negative_sizes_refused(tmp_path):
     from transformers import JanusConfig
 
     config = JanusConfig().to_dict()
@@ -57,5 +57,5 @@ def test_maps_of_any_size_are_refused():
         lambda: VARImageConfig(grids=[[10**6, 10**6]]),
         lambda: ScaleSizes(tuple((1024, 1000) for _ in range(5))),
     ):
-        with one_sentence("scales: got .* codes in .* maps, expected 1..1048576"):
+        with raises_line("scales: got .* codes in .* maps, expected 1..1048576"):
             make()

@@ -185,7 +185,7 @@ def test_shards_of_one_name_are_told_apart(folder, tmp_path, capsys):
     assert "0 records, 0 of them failed, 4 were there" in capsys.readouterr().out
 
 
-def test_the_exit_code_is_that_of_all_records(folder, tmp_path, capsys):
+def test_exit_code_of_all_records(folder, tmp_path, capsys):
     """The same command again exits as the first, until --retry-failed makes anew what failed, and that alone."""
     out, table = tmp_path / "o.jsonl", tmp_path / "t.jsonl"
     good, bad = {"id": "good", "image": str(folder / "scene0.png")}, {"id": "bad", "image": "gone.png"}
@@ -243,7 +243,7 @@ def test_unsupported_files_are_counted(source, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["o.jsonl", "o.parquet"])
-def test_an_output_that_is_removed_ends_the_run(name, folder, tmp_path, capsys, monkeypatch):
+def test_removed_output_ends_run(name, folder, tmp_path, capsys, monkeypatch):
     out, add = tmp_path / "out" / name, Journal.add
 
     def adding(journal, record):
@@ -277,7 +277,7 @@ def test_names_that_are_no_text(folder, tmp_path):
             assert [row["id"] for row in parquet.read_table(file).to_pylist()] == list(map(sources.as_utf8, ids))
 
 
-def test_json_that_is_nested_too_deeply_costs_its_own_record(folder, tmp_path):
+def test_deep_json_fails_one_record(folder, tmp_path):
     data, good = (folder / "scene0.png").read_bytes(), {"image": str(folder / "scene0.png"), "prompt": "what ?"}
     table, shard = tmp_path / "t.jsonl", tmp_path / "s.tar"
     table.write_text(f'{DEEP}\n{{"prompt": {DEEP}\n{json.dumps(good)}\n')
@@ -290,7 +290,7 @@ def test_json_that_is_nested_too_deeply_costs_its_own_record(folder, tmp_path):
     assert (second.prompt, second.image) == ("42", data) and (third.prompt, third.image) == (None, data)
 
 
-def test_a_member_of_any_size_is_not_read_whole(folder, tmp_path):
+def test_large_members_not_read_whole(folder, tmp_path):
     """A sparse member claims 40 GB and takes a block."""
     info = tarfile.TarInfo("huge.png")
     info.size = 512
@@ -349,7 +349,7 @@ def test_every_record_has_its_own_seed(folder, little):
     assert alone.text == together["b"] and len(set(together.values())) == 3
 
 
-def test_a_prompt_beyond_the_context_is_an_error_record(folder, tmp_path):
+def test_prompt_beyond_context(folder, tmp_path):
     out, table = tmp_path / "o.jsonl", tmp_path / "t.jsonl"
     long = {"image": str(folder / "scene0.png"), "id": "long", "prompt": "the " * 5000}
     table.write_text(json.dumps(long) + "\n" + json.dumps(long | {"id": "short", "prompt": None}))
@@ -384,7 +384,7 @@ def test_captions_close_after_source_error(folder, little):
     assert not threads()
 
 
-def test_a_prompt_with_marks_of_images_is_named(folder, little):
+def test_prompt_with_image_marks(folder, little):
     model, processor = load(str(little))
     captions = Captions(accelerate(model, None), processor, do_sample=False, max_new_tokens=4)
     (made,) = captions([sources.Record("odd", folder / "scene0.png", "<image> and <image> ?")])
@@ -392,7 +392,7 @@ def test_a_prompt_with_marks_of_images_is_named(folder, little):
     assert made.error == f"odd: {said}"
 
 
-def test_a_journal_belongs_to_one_run_and_one_setting(tmp_path):
+def test_journal_of_one_run(tmp_path):
     path = tmp_path / "j.jsonl"
     with Journal(path, {"a": (1, 2)}) as journal:
         journal.add({"id": "x"})
@@ -426,7 +426,7 @@ def test_a_full_disk_loses_no_record(tmp_path):
         assert again.done == {"x"}
 
 
-def test_prefetching_keeps_the_order_and_looks_ahead_so_far():
+def test_prefetch_order_and_depth():
     read = []
 
     def given():

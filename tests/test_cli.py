@@ -215,7 +215,7 @@ def test_targets_are_tried_before_any_work(pictures, tmp_path, capsys, monkeypat
 
 
 @pytest.mark.parametrize(("file", "said"), [(["/a/b"], "/a/b: "), ([], "")])
-def test_an_error_of_the_system_is_a_sentence(file, said, capsys, monkeypatch):
+def test_system_error_message(file, said, capsys, monkeypatch):
     def run():
         raise OSError(28, "No space left on device", *file)
 
@@ -223,7 +223,7 @@ def test_an_error_of_the_system_is_a_sentence(file, said, capsys, monkeypatch):
     assert refused(capsys, "doctor") == f"visspec: {said}No space left on device"
 
 
-def test_a_reader_that_has_gone_ends_the_run_quietly(monkeypatch, capsys):
+def test_broken_pipe(monkeypatch, capsys):
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as gone:
@@ -249,7 +249,7 @@ def test_caption_about_record(pictures, tmp_path, capsys):
     }  # fmt: skip
 
 
-def test_a_file_that_may_not_be_read_is_not_called_broken(tmp_path, capsys, monkeypatch):
+def test_unreadable_file_message(tmp_path, capsys, monkeypatch):
     path = tmp_path / "locked.png"
     Image.new("RGB", (8, 8)).save(path)
     path.chmod(0)
@@ -260,7 +260,7 @@ def test_a_file_that_may_not_be_read_is_not_called_broken(tmp_path, capsys, monk
         assert "locked.png could not be read (Permission denied)" in refused(capsys, "caption", path)
 
 
-def test_the_embedded_captioner_says_once_what_it_knows(pictures, tmp_path, capsys):
+def test_captioner_scope_warning(pictures, tmp_path, capsys):
     rng = np.random.default_rng(0)
     photos = []
     for i in range(2):
@@ -277,7 +277,7 @@ def test_the_embedded_captioner_says_once_what_it_knows(pictures, tmp_path, caps
     assert capsys.readouterr().err == ""  # a model that was named is its namer's business
 
 
-def test_the_demo_times_pictures_beside_plain_decoding(monkeypatch):
+def test_demo_times_pictures(monkeypatch):
     """On flat laws, where a policy of draft lengths soon rests a drafter that is seldom right."""
     painters = {key: prompts[:1] for key, prompts in demo.PAINTERS.items() if "painter-emoji" in key}
     monkeypatch.setattr(demo, "PAINTERS", painters)
@@ -290,7 +290,7 @@ def test_the_demo_times_pictures_beside_plain_decoding(monkeypatch):
     assert all(uri.startswith("data:image/png;base64,") for uri in section.figures[0][0])
 
 
-def test_the_doctor_says_what_runs_on_the_device(monkeypatch, capsys):
+def test_doctor_on_device(monkeypatch, capsys):
     monkeypatch.setattr("visspec.io.provenance.driver_version", lambda: "570.1")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
     said = "\n".join(doctor.kernel_lines(False))

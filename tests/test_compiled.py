@@ -90,7 +90,7 @@ def test_no_late_graph_of_any_family(name, monkeypatch):
     check_every_shape(name, model_of(name), shapes(name))
 
 
-def test_what_is_compiled_after_a_warm_up_is_counted_as_late(monkeypatch):
+def test_late_compilations_counted(monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "eager")
     functions = compiled.CompiledFunctions("a model")
     double = functions.compile(lambda x: 2 * x)
@@ -218,7 +218,7 @@ def test_compile_refusals():
 
 
 @pytest.mark.slow
-def test_the_stock_arm_compiles_its_steps_and_no_prompt(monkeypatch):
+def test_stock_arm_compiles_steps(monkeypatch):
     model, made = llama(seed=20, num_hidden_layers=1), []
     monkeypatch.setattr(compiled, "BACKEND", lambda graph, inputs: made.append(graph) or graph)
     steps, inputs = compiled.stepwise(model, model.get_decoder()), ids_of(9)
@@ -299,14 +299,14 @@ def test_compiled_drafter_equals_eager(options, backend, levels, batches, monkey
             assert (passes.graphs, passes.late, passes.refused) == (graphs, 0, "")
 
 
-def test_heads_of_several_tokens_a_pass_are_not_compiled():
+def test_multi_token_heads_not_compiled():
     drafter = EagleDrafter.for_model(model_of("llava"), fusion="sum", block=2)
     drafter.compile()
     drafter.record()
     assert drafter.passes is None and drafter.recorder is None
 
 
-def test_sampled_drafts_and_trees_are_not_compiled():
+def test_samples_and_trees_not_compiled():
     model = model_of("llava")
     inputs = prompt("llava", shapes("llava")["one"])
     wide = EagleDrafter(features(model).head, model, width=2)
@@ -337,7 +337,7 @@ def test_a_small_model_is_compiled_too(run):
     assert [(p.graphs, p.late) for p in quick.setup.passes] == [(2, 0), (2, 0)]
 
 
-def test_targets_of_one_pipeline_share_their_graphs(pipe):
+def test_targets_share_graphs(pipe):
     quick = visspec.ImagePipeline(**{**pipe.components, "compile": True})
     targets = [quick.setup(drafter, "exact").target for drafter in ("none", "jacobi")]
     assert targets[0] is not targets[1] and targets[0].passes is targets[1].passes is not None

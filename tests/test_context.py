@@ -29,7 +29,7 @@ def tokens(tree):
     return [node.token for node in tree[1:]]
 
 
-def test_the_longest_and_newest_match_comes_first():
+def test_longest_newest_match_first():
     found = row(TEXT).matches()
     assert [TEXT[place] for _, _, place in found] == [9, 4]  # both followed 1 2 3
     assert [LENGTHS[source // MATCHES] for source, _, _ in found] == [3, 3]
@@ -55,7 +55,7 @@ def test_matches_are_those_of_a_search(text):
         assert not found or length(found[0][2]) == longest
 
 
-def test_answers_that_ended_are_followed_from_the_first_token():
+def test_follows_finished_answers():
     shared = Shared()
     first = RowContext([7, 8, 9], shared)
     first.extend([1, 2, 3])
@@ -77,7 +77,7 @@ def test_what_requests_share_is_bounded(monkeypatch):
         assert len(shared.answers.ids) <= 104 and len(shared.candidates) <= 22
 
 
-def test_a_tree_follows_matches_and_candidates():
+def test_tree_of_matches_and_candidates():
     one = row(TEXT, {3: [7]})
     tree = one.grow(nodes=32, depth=3)
     assert {4, 7, 9} <= {node.token for node in tree if node.depth == 1}
@@ -94,14 +94,14 @@ def test_a_chain_has_one_node_a_level():
     assert [node.parent for node in tree] == list(range(-1, len(tree) - 1)) and len(tree) > 2
 
 
-def test_agreement_of_sources_raises_a_probability():
+def test_sources_that_agree():
     alone = row(TEXT).grow(nodes=32, depth=1)
     both = row(TEXT, {3: [9]}).grow(nodes=32, depth=1)
     reach = [next(node.reach for node in tree if node.token == 9) for tree in (alone, both)]
     assert reach[1] > reach[0]
 
 
-def test_rates_learn_from_undrafted_proposals():
+def test_rates_of_undrafted_proposals():
     one = row(TEXT, {3: [7]})
     rates = one.rates
     one.grow(nodes=1, depth=1)
@@ -113,7 +113,7 @@ def test_rates_learn_from_undrafted_proposals():
     assert rates.rate != before and sum(rates.tries) == 3
 
 
-def test_candidates_are_kept_by_pair_and_by_token():
+def test_candidates_by_pair_and_token():
     memory, candidates = Memory([]), {}
     memory.send([(candidates, (1, 2), True)], *torch.tensor([[0.0, 3.0, 2.0, float("-inf")]]).topk(4))
     memory.receive()
@@ -174,7 +174,7 @@ def test_cost_interpolation():
     assert costs.at(4) == pytest.approx((1.6 + 2.4) / 2)
 
 
-def test_known_costs_of_other_circumstances_are_scaled():
+def test_costs_scaled_to_new_shapes():
     costs = CostTable({1: 1.0, 8: 1.5})
     costs.add(1, 2.0)
     assert (costs.at(1), costs.at(8)) == (2.0, 3.0)
@@ -243,7 +243,7 @@ def test_sizes_that_cannot_pay_are_not_tried():
     assert drafted(AdaptiveLength(), seconds, expected, rounds=600)[1] > 580 and max(tried) <= 8
 
 
-def test_two_rows_that_cost_more_than_eight_are_found():
+def test_pads_to_cheaper_size():
     """The table of a CPU's float32 products; a line through passes of two and three nodes would end drafting."""
     table = {1: 1.0, 2: 1.58, 3: 1.94, 4: 1.32, 6: 1.5, 8: 1.58, 12: 1.75, 16: 1.98}
     expected = [1.0, 1.4, 1.6, 1.75, 1.8, 1.85, 1.9, 1.95, *[1.95] * 8]
@@ -251,7 +251,7 @@ def test_two_rows_that_cost_more_than_eight_are_found():
     assert drafts > 300 and found < 1.04 * 1.32 / 1.75
 
 
-def test_where_nothing_pays_the_drafter_rests():
+def test_rests_where_nothing_pays():
     found, drafts = drafted(AdaptiveLength(), lambda n: float(n), [1.0 + 0.1 * n for n in range(33)], rounds=400)
     assert found < 1.02 and drafts <= 4 and VAIN < 400
 

@@ -199,7 +199,7 @@ def test_coins_of_both_couplings_are_apart(monkeypatch):
 
 
 @pytest.mark.parametrize("window", [2, 8])
-def test_a_chain_does_not_depend_on_those_beside_it(window):
+def test_chains_are_independent(window):
     """One without a draft, beside drafted ones that part and meet again: the same points, the same passes."""
     count, size, steps = 6, 4, 60
     head = Gaussian(schedule(steps), size)
@@ -299,7 +299,7 @@ def test_joint_law_with_other_deviations():
     assert not failing(joint(Coupled, widen=0.2)[0])
 
 
-def test_the_published_ratio_is_exact_without_its_product():
+def test_published_ratio_without_product():
     whitened, state = joint(Surrogate, last=0.3)  # equal deviations: the product is one
     assert not failing(whitened) and float(state.drift.abs().max()) < 1e-4
 
@@ -308,7 +308,7 @@ def test_the_published_ratio_is_exact_without_its_product():
     (Surrogate(), (0.0, 1.0), (0.5, 1.0), 0.7), (Surrogate(), (0.0, 1.0), (0.5, 1.3), 1.3),
     (Surrogate(2), (0.0, 1.0), (1.0, 1.0), 1.5), (Surrogate(1), (0.0, 1.0), (0.7, 1.2), 1.0),
 ])  # fmt: skip
-def test_the_drift_of_the_published_ratio_is_a_bound(rule, p, q, weight):
+def test_published_ratio_drift_bound(rule, p, q, weight):
     """One number, two steps of laws that no point changes: TV by a histogram of the output, less its own noise."""
     count, bins = 60_000, 30
     value, zero, one = torch.tensor([[0.0, p[0]], [0.0, q[0]]]), torch.zeros(2), torch.ones(2)
@@ -329,7 +329,7 @@ def test_the_drift_of_the_published_ratio_is_a_bound(rule, p, q, weight):
     assert drift == 0.0 and variation < 1.5 * noise if weight == 1.0 else variation - noise < drift < 3 * variation
 
 
-def test_the_published_ratio_fails_with_other_deviations():
+def test_published_ratio_other_deviations():
     assert failing(joint(Surrogate, rows=5000, widen=0.3, last=0.3)[0])
 
 
@@ -371,7 +371,7 @@ def test_a_gaussian_is_foretold(scale):
     assert distribution.calls["head"] <= 8  # of the slowest of 20 chains
 
 
-def test_law_of_a_mixture_where_forecasts_fail():
+def test_law_of_a_mixture():
     """Windows of 8 and one step at a time differ by no more than two halves of a sample; unreplaced points do."""
     count, steps = 20_000, 12
     sch = schedule(steps)
@@ -415,7 +415,7 @@ def test_a_forecast_is_its_steps_one_by_one():
 # --- chains -----------------------------------------------------------------------------------------------------------
 
 
-def test_temperature_scales_both_bounds_of_the_deviations():
+def test_temperature_scales_deviations():
     low, high = torch.tensor([-1.0, -2.0]), torch.tensor([-0.5, -1.0])
     one = torch.ones(2)
     for steps in (DenoisingSteps(one, one, low, high), DenoisingSteps(one, one, low, low)):
@@ -427,7 +427,7 @@ def test_temperature_scales_both_bounds_of_the_deviations():
 
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("noisy", [False, True])
-def test_the_last_step_alone_is_without_noise(noisy, learned):
+def test_last_step_without_noise(noisy, learned):
     low = torch.tensor([-1.0, -2.0, -3.0])
     steps = DenoisingSteps(torch.full((3,), 0.5), torch.ones(3), low, low + 1.0 if learned else low, noisy=noisy)
     distribution = Denoising(
@@ -443,7 +443,7 @@ def test_the_last_step_alone_is_without_noise(noisy, learned):
     torch.testing.assert_close(distribution.value(start, normal), x)
 
 
-def test_a_trajectory_ends_at_the_drafted_vector():
+def test_trajectory_ends_at_draft():
     """And one that does not, or is not finite somewhere, is no law of it."""
     points, mean, log_sigma = torch.randn(1, 5, 4, 2), torch.randn(1, 5, 3, 2), torch.randn(1, 5, 3, 1)
     value, limits = points[:, :, -1].clone(), torch.empty(3, 2)

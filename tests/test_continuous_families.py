@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.doubles import generators, one_sentence
+from tests.doubles import generators, raises_line
 from tests.layouts import NEXTSTEP, TINY_KL, filled, kl_names, nextstep_folder, nextstep_names
 from tests.test_mar_target import PLAN, network, ruled
 from visspec import ImagePipeline
@@ -67,7 +67,7 @@ def asked(images, texts, guidance, layout):
 
 @torch.no_grad()
 @pytest.mark.parametrize("guidance", [1.0, 7.5])
-def test_nextstep_draws_as_its_published_sampler(images, guidance):
+def test_nextstep_published_sampler(images, guidance):
     """Token after token, each by the authors' formulas, with the same normal numbers."""
     layout, texts = images.layout(4 * 2, 6 * 2), ["a cat", "tea"]
     target = NextStepTarget(images)
@@ -103,7 +103,7 @@ def test_nextstep_draws_as_its_published_sampler(images, guidance):
 
 
 @torch.no_grad()
-def test_nodes_of_nextstep_have_the_laws_of_their_paths(images):
+def test_nextstep_law_of_nodes(images):
     layout, target = images.layout(8, 12), NextStepTarget(images)
     draft = torch.randn(2, 4, 16)
     (one, _), (many, _) = (target.prefill(asked(images, ["a cat", "tea"], 2.0, layout)) for _ in range(2))
@@ -132,7 +132,7 @@ def test_nextstep_in_the_pipeline(folder):
     assert np.abs(alone - other).max() > 1e-3
     for change, words in (({"height": 7}, "expected multiples of 4"), ({"temperature": 0.0}, "expected a positive"),
                           ({"top_k": 5}, "top_k: got 5, expected 0")):  # fmt: skip
-        with one_sentence(words):
+        with raises_line(words):
             pipe("tea", **{"height": 8, "width": 12} | change)
 
 
@@ -171,7 +171,7 @@ def test_mar_refuses_what_it_can_not_draw(folder):
         ({"negative_prompt": "2", "guidance_scale": 2.0}, "mar does not support it"),
         ({"output_type": "np"}, "no autoencoder was given"),
     ):
-        with one_sentence(words):
+        with raises_line(words):
             pipe(**{"prompt": "1", "seed": 0, "output_type": "latent"} | change)
     vae = layouts_mar.load_mar_vae(folder / "kl16.safetensors")
     with pytest.raises(ValueError, match="autoencoder: got 4 channels, which do not fit tokens of size 6"):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaModel
 
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.layouts import (
     DECODED,
     ENCODED,
@@ -184,7 +184,7 @@ def test_what_does_not_fit_mar_is_refused(published, tmp_path):
         (published, None, "heads: .* width 32, expected heads="),
     ):
         save_file(changed, file)
-        with one_sentence(words):
+        with raises_line(words):
             layouts_mar.load_mar(file, heads=heads)
 
 
@@ -214,7 +214,7 @@ def test_kl_autoencoders_load_as_published(tmp_path, quantised):
     torch.testing.assert_close(model.encode(pixels).latent_dist.parameters, wanted, rtol=1e-4, atol=2e-5)
 
 
-def test_the_published_autoencoder_has_its_sizes():
+def test_autoencoder_sizes():
     names = kl_names(*KL16)
     meta = {name: torch.empty(shape, device="meta") for name, shape in names.items()}
     config = layouts_vq.stock_settings(Weights("here", rename(meta, ())))
@@ -225,7 +225,7 @@ def test_the_published_autoencoder_has_its_sizes():
     assert config["down_block_types"] == ("DownEncoderBlock2D",) * 4 + ("AttnDownEncoderBlock2D",)
 
 
-def test_what_does_not_fit_an_autoencoder_is_refused(tmp_path):
+def test_autoencoder_misfits(tmp_path):
     tensors, file = filled(kl_names(*TINY_KL)), tmp_path / "kl.safetensors"
     save_file(tensors | {"quantize.weight": torch.zeros(1)}, file)
     with pytest.raises(ValueError, match=r"unknown tensor 'quantize\.weight'"):
@@ -267,7 +267,7 @@ def test_nextstep_loads_as_published(tmp_path, table, used, normalised):
     torch.testing.assert_close(model.head(x, t, condition), wanted, rtol=0, atol=1e-5)
 
 
-def test_what_does_not_fit_nextstep_is_refused(tmp_path):
+def test_nextstep_misfits(tmp_path):
     tensors = filled(nextstep_names())
 
     bias = {"layers.0.self_attn.o_proj.bias": torch.zeros(32)}
@@ -278,7 +278,7 @@ def test_what_does_not_fit_nextstep_is_refused(tmp_path):
         ("has shape", {}, {"num_attention_heads": 5}),
     ):  # fmt: skip
         nextstep_folder(tmp_path / "a", tensors | more, **config)
-        with one_sentence(words):
+        with raises_line(words):
             layouts_nextstep.load_nextstep(tmp_path / "a", normalised=False)
 
 

@@ -59,7 +59,7 @@ def commit(target, state, draft, scores, paths):
 
 @each_case
 @torch.inference_mode()
-def test_tree_rows_equal_paths_and_commit_equals_prefill(name, shape):
+def test_tree_equals_paths_and_prefill(name, shape):
     """A branching tree scores like each of its paths alone, also after commits of paths that are no prefixes."""
     rows = shapes(name)[shape]
     target, state, _ = opened(name, rows)

@@ -111,7 +111,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_published_files_become_a_folder_that_draws(case, tmp_path, monkeypatch, capsys):
+def test_published_files_to_folder(case, tmp_path, monkeypatch, capsys):
     """By the command, by Python and by `generate`; saving the pipeline again loses nothing."""
     monkeypatch.chdir(tmp_path)
     make, prompt, options = CASES[case]
@@ -128,7 +128,7 @@ def test_published_files_become_a_folder_that_draws(case, tmp_path, monkeypatch,
     assert sorted(p.name for p in tmp_path.glob(".convert-*")) == []
 
 
-def test_a_converted_llamagen_is_the_one_of_its_parts(tmp_path, monkeypatch):
+def test_converted_llamagen(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     weights, _, vq, *_ = texts(tmp_path)
     convert("llamagen", weights, "made", vq=vq, text="t5", size=8, heads=4)
@@ -143,7 +143,7 @@ def test_a_converted_llamagen_is_the_one_of_its_parts(tmp_path, monkeypatch):
     assert all(torch.equal(stored[f"net.{name}"], value) for name, value in net.state_dict().items())
 
 
-def test_a_drafter_of_lantern_is_found_in_the_folder(tmp_path, monkeypatch):
+def test_lantern_drafter_in_folder(tmp_path, monkeypatch):
     """Presets that need a trained drafter take the model's own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(lantern.CONFIGS["llamagen"], "caption_dim", 12)
@@ -198,7 +198,7 @@ def test_anole_gets_its_codec(tmp_path, monkeypatch, capsys):
         assert words in refused(capsys, *call[:3], *arguments, "--out", "new")
 
 
-def test_what_is_missing_is_named_with_its_argument(tmp_path, monkeypatch, capsys):
+def test_missing_argument_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     weights, _, vq, *rest = texts(tmp_path)
     t5(tmp_path / "small", 6)

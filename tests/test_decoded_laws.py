@@ -54,7 +54,7 @@ def balance(drafter, rule, rows=1000):
 
 
 @pytest.mark.parametrize("name", [*DRAFTERS][::2])
-def test_first_tokens_have_the_law_of_the_target(name):
+def test_law_of_first_tokens(name):
     assert joint(DRAFTERS[name](), Rejection()) > 1e-3
 
 
@@ -64,18 +64,18 @@ def test_rounds_do_not_lean_on_each_other(name):
 
 
 @pytest.mark.parametrize("rule", [Exact, Rejection])
-def test_plain_sampling_has_the_law_of_the_target(rule):
+def test_law_of_plain_sampling(rule):
     assert joint(None, rule()) > 1e-3
     assert balance(None, rule()) < 3.5
 
 
 @pytest.mark.parametrize("make", [lambda: TableDrafter(OTHER), lambda: Jacobi(4), lambda: Jacobi(4, start="random")])
-def test_coupled_drafts_leave_every_token_as_it_is(make):
+def test_coupled_drafts_keep_tokens(make):
     assert torch.equal(samples(SHARP, make(), Exact(), 300, LONG), samples(SHARP, None, Exact(), 300, LONG))
 
 
 @pytest.mark.parametrize("rule", [Exact, Rejection])
-def test_a_drafter_that_knows_the_law_is_never_corrected(rule):
+def test_perfect_drafter_never_corrected(rule):
     state = decoded(TableTarget(SHARP), TableDrafter(SHARP), rule(), 300, LONG)
     assert {word for row in state.trace.origin for word in row} == {"plain", "drafted", "bonus"}
 
@@ -156,7 +156,7 @@ def test_coins_that_never_advance_are_seen(options):
 
 
 @pytest.mark.parametrize("rule", [Exact, Rejection])
-def test_kept_laws_are_those_of_the_tokens_up_to_the_stop(rule):
+def test_stored_laws_up_to_stop(rule):
     """One law a token, however far behind the stop the accepted block goes on."""
     state = decoded(TableTarget(SHARP), TableDrafter(SHARP), rule(), 60, LONG, eos=frozenset({2}), keep_logits=True)
     ends = {len(tokens) for tokens in state.tokens}

@@ -86,7 +86,7 @@ def test_reported_laws_and_rejection(refine):
 
 
 @torch.inference_mode()
-def test_a_draft_sees_what_is_known_and_nothing_else():
+def test_draft_sees_known_tokens_only():
     """Of the memory: neither codes read in vain, nor the newest, which is no node yet, nor padding of the prompt."""
     ids, attention = prompts(2)
     used, target = drafter(refine=1), ImageAR(family(), features=True)
@@ -136,7 +136,7 @@ def test_settled_draft_is_a_fixed_point():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_row_ends_are_entered_and_never_drafted(temperature):
+def test_row_ends_never_drafted(temperature):
     """Of a layout with grammar the network reads its ids, whatever it would have guessed there."""
     case = made("emu3")
     size = {"rows": case.layout.grid[0], "columns": case.layout.positions // case.layout.grid[0]}
@@ -159,7 +159,7 @@ def test_row_ends_are_entered_and_never_drafted(temperature):
 
 
 @pytest.mark.parametrize("options", [{"levels": 0}, {"refine": 0}])
-def test_bad_options_are_refused_in_a_sentence(options):
+def test_bad_options(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))}: got 0, expected at least 1"):
         drafter(**options)
 

@@ -237,7 +237,7 @@ def run(line: str, home: Path) -> int:
 
 
 @pytest.mark.slow
-def test_janus_is_drawn_by_six_lines_of_readme(home):
+def test_readme_janus_snippet(home):
     (snippet,) = (block for kind, block in BLOCK.findall(PAGES["README.md"]) if "Janus" in block)
     names = reading(home)
     exec(snippet, names)

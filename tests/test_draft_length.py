@@ -54,7 +54,7 @@ COSTS = {  # verify and draft by levels
 
 @pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9])
-def test_drafting_costs_three_per_cent_at_most(costs, rate):
+def test_drafting_cost_bound(costs, rate):
     """Whatever is accepted. The first look (`slack` and two rounds of warm-up) is a part of it."""
     seconds, _, _ = decoded(lambda n: rate, *COSTS[costs])
     assert seconds <= 1.03
@@ -82,14 +82,14 @@ class Stubborn(AdaptiveLength):
         return limit, OWN
 
 
-def test_without_the_account_the_bound_is_missed():
+def test_control_without_account():
     """A negative control: not quite half accepted, at a price of one pass for any draft, where the account is alone."""
     rate, costs = (lambda n: 0.45), COSTS["cheap passes, first level dear"]
     assert decoded(rate, *costs, length_policy=Stubborn(LEVELS))[0] <= 1.03
     assert decoded(rate, *costs, length_policy=Stubborn(LEVELS, share=1e9))[0] > 1.03
 
 
-def test_extrapolated_plain_price_misses_the_bound(monkeypatch):
+def test_control_extrapolated_price(monkeypatch):
     """The other: the second node costs a pass, and no line through drafts of several levels shows it."""
     turning, costs = (lambda n: 0.9 if n % 60 < 30 else 0.0), COSTS["a second node costs a pass"]
     assert decoded(turning, *costs)[0] <= 1.03
@@ -106,7 +106,7 @@ def test_drafts_that_pay_are_made(costs):
     assert drafted > 0.9 * rounds and seconds < 1.1 * best
 
 
-def test_the_best_depth_is_found_on_a_noisy_clock():
+def test_best_depth_on_noisy_clock():
     """The deepest of twelve levels is best, and the clock errs by three tenths: within a third of it."""
     verify, draft = (lambda n: 1 + 0.01 * n), (lambda n: 0.02 * n)
     best = (verify(12) + draft(12)) / sum(0.95**i for i in range(13))
@@ -116,7 +116,7 @@ def test_the_best_depth_is_found_on_a_noisy_clock():
         assert seconds < 1.35 * best
 
 
-def test_what_is_known_holds_behind_longer_contexts():
+def test_costs_at_longer_contexts():
     """The costs of a new context begin with those of the nearest: no levels are drafted there only to learn."""
     length_policy = AdaptiveLength(12)
     decoded(lambda n: 0.7, lambda n: 1 + 0.05 * n, lambda n: 0.03 * n, length_policy=length_policy, tokens=600)
@@ -125,7 +125,7 @@ def test_what_is_known_holds_behind_longer_contexts():
     assert 0 < length_policy.depth(state) == length_policy.best(12)[0] < 6
 
 
-def test_a_search_that_finds_nothing_is_paid_for():
+def test_empty_search_is_charged():
     """A drafter that takes a fifth of a pass to find nothing to draft: it is asked less and less."""
     length_policy, seconds, asked, rounds = AdaptiveLength(LEVELS), 0.0, 0, 1500
     for _ in range(rounds):
@@ -235,12 +235,12 @@ def test_structures_pay_where_each_does():
 
 @pytest.mark.parametrize("passes", PASSES)
 @pytest.mark.parametrize("rates", [(0.0, 0.0, 0.0), (0.1, 0.15, 0.2), (0.3, 0.35, 0.4)])
-def test_structures_cost_three_per_cent_at_most(rates, passes):
+def test_structures_cost_bound(rates, passes):
     for seed in range(4):
         assert in_structures(rates, PASSES[passes], seed)[0] <= 1.03
 
 
-def test_a_slow_first_draft_of_a_structure_is_not_the_last(monkeypatch):
+def test_slow_first_draft(monkeypatch):
     """It takes five passes longer. Behind 200 rounds and by the best price: a quarter more, but for a second look."""
     rates, verify = RATES["the small tree has what helps"], PASSES["nodes are free"]
 
@@ -266,7 +266,7 @@ def test_a_tree_tells_what_a_chain_is_worth():
     assert length_policy.acceptance(TREE).rates()[3:5] == pytest.approx([1.0, 0.0], abs=0.07)
 
 
-def test_short_first_answers_are_drafted_at_once():
+def test_short_first_answers():
     """48 tokens behind no other, eight tenths accepted: at least 0.92 of the tokens a round of the fixed length."""
     verify, draft = (lambda n: 1 + 0.03 * n), (lambda n: 0.02)
 
@@ -276,7 +276,7 @@ def test_short_first_answers_are_drafted_at_once():
     assert rounds(FixedLength) > 0.92 * rounds(AdaptiveLength)
 
 
-def test_a_hard_passage_rests_no_drafts_that_pay(monkeypatch):
+def test_hard_passage(monkeypatch):
     """Twelve tokens in a hundred are hardly drafted, at 2.3 passes a round: with nothing saved up, drafts rest."""
     hard, verify, draft = (lambda n: 0.1 if n % 100 < 12 else 0.8), (lambda n: 1 + 0.5 * (n > 0)), (lambda n: 0.8)
 
@@ -288,7 +288,7 @@ def test_a_hard_passage_rests_no_drafts_that_pay(monkeypatch):
     assert saved < 0.97 * seconds()
 
 
-def test_what_a_drafter_reads_while_it_rests_is_no_debt():
+def test_reading_while_resting_is_free():
     """It takes 2 % of a pass, more than the account may lose: an overdrawn account would grow by it for ever."""
     costs = (lambda n: 0.8), (lambda n: 1 + 0.1 * n), (lambda n: 0.1)
     length_policy = AdaptiveLength(LEVELS)
@@ -308,7 +308,7 @@ def overdrawn(overhead):
     return length_policy, costs, Bag(budget=9, rows=[0], trace=Bag(gave_up=0, context=0))
 
 
-def test_an_overdrawn_account_is_paid_by_plain_passes():
+def test_overdrawn_account():
     length_policy, costs, state = overdrawn(7.0)
     assert length_policy.depth(state) == 0 and state.trace.gave_up == 1
     assert costs.resting == 200, "two passes too many, at one per cent each"
@@ -361,7 +361,7 @@ class EverySecond(DraftLengthPolicy):
         return state.trace.requested
 
 
-def test_a_policy_is_passed_by_name_or_as_an_object():
+def test_policy_by_name_or_object():
     model, inputs = model_of("llama"), prompt("llama", ["5 7 5 7 5"])
     default = visspec.accelerate(model, "ngram").generate(**inputs, max_new_tokens=24)
     own = EverySecond(3)
@@ -386,7 +386,7 @@ def test_policies_that_are_refused(length, message):
         visspec.accelerate(model_of("llama"), "ngram", length=length)
 
 
-def test_drafts_of_a_fixed_depth_take_no_other_policy():
+def test_fixed_depth_takes_no_policy():
     class Whole(Double):
         traits = DrafterTraits(levels=4, adaptive_depth=False)
 

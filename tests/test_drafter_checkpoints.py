@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import tiny_images
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.tiny import model_of
 from visspec import registry
 from visspec.models.block.trained import BlockDrafter
@@ -182,7 +182,7 @@ FILES = {  # what is done to a folder
 def test_broken_files_are_refused(saved, tmp_path, what):
     change, sentence = FILES[what]
     change(copy := shutil.copytree(saved["text"][0], tmp_path / "copy"))
-    with one_sentence(sentence):
+    with raises_line(sentence):
         saved["text"][1](copy)
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import visspec
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.tiny import model_of, prompt
 from tests.training_processes import pictures
 from visspec import registry
@@ -30,7 +30,7 @@ def train(data, name, **options):
     return data.parent / name
 
 
-def test_a_run_leaves_a_card_that_says_how_to_load(data, capsys):
+def test_run_writes_card(data, capsys):
     out = train(data, "out", preset="eagle3", draft_vocab=40)
     card, progress = (out / "README.md").read_text(), json.loads((out / "run" / "progress.json").read_text())
     spec = str(out)
@@ -73,10 +73,10 @@ def test_the_shell_exports_what_was_trained(data, capsys):
 ])  # fmt: skip
 def test_export_in_another_form_is_refused(preset, form, said, data):
     out = train(data, "own", preset=preset)
-    with one_sentence(said):
+    with raises_line(said):
         drafter_export.export(out, form, data.parent / "x")
 
 
-def test_a_drafter_without_any_form_is_refused():
-    with one_sentence("form: ContextDrafter has no form 'dflash'. Other engines can't read"):
+def test_drafter_without_form_refused():
+    with raises_line("form: ContextDrafter has no form 'dflash'. Other engines can't read"):
         registry.drafter("context", model_of("llava"))[0].export("x", "dflash")

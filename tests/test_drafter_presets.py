@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import visspec
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.published import Weights, begun, edges
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec import registry
@@ -74,7 +74,7 @@ def test_preset_trains_and_is_exact(data, tmp_path, name):
     assert max(r.levels for r in fast.last_state.trace.rounds) > 1
 
 
-def test_a_twentieth_of_the_data_is_kept_for_validation(data, tmp_path, monkeypatch):
+def test_validation_share(data, tmp_path, monkeypatch):
     given, whole = [], train_drafter.Prompts
     monkeypatch.setattr(train_drafter, "Prompts", lambda *a, **k: given.append(a[3].tolist()) or whole(*a, **k))
     lines = [json.dumps(json.loads(data[0].read_text().splitlines()[0]) | {"prompt": str(n)}) for n in range(60)]
@@ -83,7 +83,7 @@ def test_a_twentieth_of_the_data_is_kept_for_validation(data, tmp_path, monkeypa
     assert [len(items) for items in given] == [57, 3] and not set(given[0]) & set(given[1])
 
 
-def test_a_preset_goes_on_where_it_was_stopped(data, tmp_path):
+def test_preset_resumes(data, tmp_path):
     options = {"preset": "eagle3", "draft_vocab": 40, **TINY, "steps": 6, "save_every": 2}
 
     class Stopped(Exception):
@@ -145,7 +145,7 @@ def test_a_rollout_is_what_drafting_says(name, preset):
             feature = drafter.layer.step(memory, token, feature, bias, turn, level)
 
 
-def test_training_draws_depend_on_seed_and_step(tmp_path):
+def test_training_draws_by_seed_and_step(tmp_path):
     """SpecVLM's gate: the same weights, whatever else drew from torch's generator."""
     model, ends = model_of("llava"), []
     for n in range(2):
@@ -223,7 +223,7 @@ def test_block_rollout_equals_drafting(name, head, first, monkeypatch):
 @torch.inference_mode()
 @pytest.mark.parametrize("width", [1, 3])
 @pytest.mark.parametrize("kind", [{"markov": 5}, {"selector": 5, "candidates": 6}])
-def test_a_head_adds_what_the_token_above_says(kind, width):
+def test_head_conditions_on_token(kind, width):
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
     head = BlockDrafter.for_model(model, layers=1, block=4, **kind).head
     weights = Weights({name.removeprefix("model."): p for name, p in head.named_parameters()})
@@ -265,7 +265,7 @@ def test_block_drafter_export(tmp_path, form, more):
         BlockDrafter.for_model(model, layers=1, markov=5).export(tmp_path / "no", "dflash")
 
 
-def test_ids_are_the_most_frequent_of_the_answers():
+def test_most_frequent_ids():
     model = model_of("llava")
     target = HFDecoder(model, (-1,), embeddings=True)
 
@@ -282,7 +282,7 @@ def test_ids_are_the_most_frequent_of_the_answers():
     assert frequent(lessons, 96, 12).tolist() == sorted(best)
 
 
-def test_text_comes_first_and_pictures_more_and_more(data):
+def test_text_before_pictures(data):
     reader = Reader(TrainingData(data[0]))
     prompts = Prompts(model_of("llava"), None, reader, torch.arange(4), 3, 5, 0, total=1000)
     shown = [prompts.pictures(n) for n in range(1100)]
@@ -303,19 +303,19 @@ def test_text_comes_first_and_pictures_more_and_more(data):
     ({"preset": "dflash", "block": 1}, "block: got 1, expected a whole number from 2"),
     ({"preset": "dspark", "draft_vocab": 9}, "draft_vocab: got 9 with the preset 'dspark'"),
 ])  # fmt: skip
-def test_values_that_a_preset_has_no_place_for(data, tmp_path, options, sentence):
-    with one_sentence(re.escape(sentence)):
+def test_preset_without_such_option(data, tmp_path, options, sentence):
+    with raises_line(re.escape(sentence)):
         train_drafter.run("x", data[0], tmp_path / "out", **TINY, **options)
 
 
-def test_layers_are_a_quarter_of_the_targets_or_as_asked():
+def test_number_of_layers():
     model = llama(num_hidden_layers=9)
     assert of_preset("dflash", model, {})[0]["layers"] == 2
     assert of_preset("dflash", model, {"layers": 5})[0]["layers"] == 5
 
 
 @pytest.mark.parametrize("sharp", [0, 1, 2])
-def test_the_layer_of_the_sharpest_attention_is_chosen(sharp):
+def test_sharpest_attention_layer(sharp):
     """A layer with long queries attends to few tokens; the last layer is not asked, and padding does not count."""
     model = llama(num_hidden_layers=4)
     inputs = prompt("llama", ["9", "5", "14"])

@@ -115,7 +115,7 @@ def test_a_tree_may_keep_one_node():
 
 
 @torch.inference_mode()
-def test_prompts_longer_than_the_table_of_rotations_grow_it():
+def test_long_prompts_grow_rotations():
     for last in (255, 256, 257, 258):
         drafter = make("llama", 0)
         config, width = drafter.config, drafter.head.fc.in_features
@@ -143,7 +143,7 @@ def test_laws_in_float64():
         torch.testing.assert_close(single.double(), double, rtol=1e-3, atol=1e-3)
 
 
-def test_folded_weights_say_what_the_network_says(monkeypatch):
+def test_folded_weights_equal_network(monkeypatch):
     model = model_of("llava")
     drafter = make("llava")
     head = drafter.head
@@ -158,7 +158,7 @@ def test_folded_weights_say_what_the_network_says(monkeypatch):
         torch.testing.assert_close(drafter.layer.join(token, feature, head.shift(image)), expected)
 
 
-def test_half_precision_targets_are_drafted_for():
+def test_half_precision_targets():
     model = copy.deepcopy(model_of("llava")).to(torch.bfloat16)
     inputs = prompt("llava", shapes("llava")["ragged"])
     inputs["pixel_values"] = inputs["pixel_values"].to(torch.bfloat16)
@@ -203,7 +203,7 @@ def test_included_drafter(captioner):
         visspec.accelerate(model, "vispec:colour=1")
 
 
-def test_included_drafter_refuses_other_models(captioner):
+def test_included_drafter_other_models(captioner):
     other = copy.deepcopy(captioner[0].config)
     other.vision_config.patch_size = 12
     model = copy.copy(captioner[0])
@@ -212,7 +212,7 @@ def test_included_drafter_refuses_other_models(captioner):
         visspec.accelerate(model, "vispec")
 
 
-def test_a_prompt_read_in_blocks_is_the_prompt_read_at_once(monkeypatch):
+def test_prompt_in_blocks(monkeypatch):
     from visspec.models.eagle import drafter as eagle
 
     model = model_of("llava")

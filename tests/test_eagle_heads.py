@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import visspec
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.published import NEW, Watched, begun, check_drafts, eagle_logits, known
 from tests.tiny import model_of, prompt, shapes, single_row
 from visspec.models.eagle.config import EagleConfig
@@ -79,7 +79,7 @@ def test_drafts_equal_published_forms(name, form):
     ("name", "form"),
     [("llava", form) for form in ("eagle", "eagle3", "vispec", "dream")] + [("llama", "eagle"), ("llama", "dream")],
 )
-def test_a_tree_draws_every_node_from_its_own_path(name, form, monkeypatch):
+def test_tree_nodes_from_own_paths(name, form, monkeypatch):
     drafter, model, rows = make(name, form, width=3), model_of(name), shapes(name)["ragged"]
     inputs, seen, grown = prompt(name, rows), [], []
     target, state, answer = begun(drafter, model, inputs, NEW)
@@ -121,7 +121,7 @@ def test_wave_lengths_of_llama3():
 
 
 @torch.inference_mode()
-def test_interleaved_rotary_sections_are_those_of_the_target():
+def test_interleaved_rotary_sections():
     from visspec.models.eagle.head import turns, turns_at
 
     config = make("qwen3_vl", "eagle3").config
@@ -155,7 +155,7 @@ def test_forms_that_do_not_go_together(changes, sentence):
     sizes = {"family": "llava", "vocab": 96, "hidden": 32, "target_hidden": 32, "target_layers": 2, "heads": 4,
              "kv_heads": 4, "head_size": 8, "intermediate": 48}  # fmt: skip
     EagleConfig(**sizes)
-    with one_sentence(re.escape(sentence)):
+    with raises_line(re.escape(sentence)):
         EagleConfig(**sizes | changes)
 
 

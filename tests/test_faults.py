@@ -164,7 +164,7 @@ BAD_IDS = {
 }
 
 
-def test_image_ids_and_empty_drafts_are_no_faults():
+def test_image_ids_and_empty_drafts():
     inputs = prompt("llava", shapes("llava")["ragged"])
     for spoil in (
         lambda d, s: with_tokens(d, 2, IMAGE),
@@ -197,7 +197,7 @@ SPOILT = BAD_DRAFTS | BAD_IDS | BAD_LAWS
 @pytest.mark.parametrize("kind, shape", [
     *((kind, "ragged") for kind in SPOILT), *((kind, "one") for kind in ("too deep", "one dimension", "beyond", "nan")),
 ])  # fmt: skip
-def test_spoilt_drafts_cost_nothing_of_the_output(kind, shape):
+def test_spoilt_drafts_keep_output(kind, shape):
     """A draft is refused whole, or node by node; a law that can't be makes its node absent."""
     inputs, answers, laws = prompt("llava", shapes("llava")[shape]), stock("llava", shape), kind in BAD_LAWS
     model = fast("llava", Spoilt(answers, SPOILT[kind], laws), acceptance="rejection" if laws else "exact")
@@ -218,7 +218,7 @@ def test_spoilt_drafts_of_images(kind, rows, temperature):
     assert found == plain and state.trace.faults > 0
 
 
-def test_a_tree_for_a_rule_of_chains_is_a_fault():
+def test_tree_for_chain_rule_is_fault():
     class Branching(Double):
         def propose(self, state, depth):
             tree = trees.static((-1, 0, 0))
@@ -298,7 +298,7 @@ def test_target_faults_raise(error, call):
             visspec.accelerate(model, Double(), probe=False).generate(**inputs, max_new_tokens=NEW, do_sample=False)
 
 
-def test_processor_and_criterion_faults_raise():
+def test_processor_faults_raise():
     def broken(*args, **kwargs):
         raise ZeroDivisionError("theirs")
 
@@ -308,7 +308,7 @@ def test_processor_and_criterion_faults_raise():
             fast("llama", "ngram").generate(**prompt("llama", ["9"]), **GREEDY, **{name: own})
 
 
-def test_keyboard_interrupt_in_the_drafter_is_the_users():
+def test_keyboard_interrupt_raised():
     inputs = prompt("llama", ["9"])
     with pytest.raises(KeyboardInterrupt):
         fast("llama", Faulty(stock("llama", "one"), "propose", KeyboardInterrupt())).generate(**inputs, **GREEDY)

@@ -21,7 +21,7 @@ def full_disk():
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_targets_are_tried_and_nothing_is_left_behind(tmp_path):
+def test_writable_check_leaves_nothing(tmp_path):
     file = tmp_path / "file"
     file.write_text("kept")
     assert unwritable(tmp_path / "deep" / "er" / "x.json") is None and unwritable(file) is None
@@ -40,7 +40,7 @@ def test_targets_are_tried_and_nothing_is_left_behind(tmp_path):
     assert file.read_text() == "kept" and os.listdir(tmp_path) == ["file"]
 
 
-def test_what_is_no_file_is_written_to_and_a_link_stays_one(tmp_path):
+def test_special_files_and_links(tmp_path):
     reader, writer = os.pipe()
     write_json(f"/dev/fd/{writer}", {"a": 1})
     os.close(writer)
@@ -71,7 +71,7 @@ def test_link_loops_and_bad_settings(tmp_path):
             Journal(tmp_path / "j.jsonl", {}).__enter__()
 
 
-def test_a_journal_takes_out_what_failed_and_stays_locked(tmp_path):
+def test_journal_retry_failed_and_lock(tmp_path):
     path = tmp_path / "j.jsonl"
     with Journal(path, {}) as journal:
         for id, error in (("a", None), ("b", "gone"), ("c", None)):

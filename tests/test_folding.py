@@ -49,7 +49,7 @@ FOLDED = [("llama", "one"), ("qwen2_vl", "one"), *((name, "ragged") for name in 
 
 
 @pytest.mark.parametrize("name, shape", FOLDED)
-def test_greedy_output_equals_stock_under_sdpa(name, shape, calls):
+def test_greedy_equals_stock_sdpa(name, shape, calls):
     assert HFDecoder(model_of(name)).masks.groups == 2 > HFDecoder(model_of("gemma2")).masks.groups  # soft caps
     expected, inputs = stock(name, shape), prompt(name, shapes(name)[shape])
     drafters = [TreeOracle(expected, 0.3)]
@@ -126,7 +126,7 @@ def test_more_than_a_softmax_goes_to_stock():
         ENTRY(module, query, key, key, mask, softcap=30.0, visspec=rows)
 
 
-def test_a_model_that_is_not_wrapped_never_sees_our_attention(monkeypatch):
+def test_unwrapped_model_untouched(monkeypatch):
     """Two models in one process: `sdpa` stays transformers' own, and ours is called by passes of the wrapped one."""
     seen, wrapped, other = [], model_of("llama"), llama()
 
@@ -146,7 +146,7 @@ def test_a_model_that_is_not_wrapped_never_sees_our_attention(monkeypatch):
     assert not seen and {model.config._attn_implementation for model in (wrapped, other)} == {"sdpa"}
 
 
-def test_the_implementation_is_restored_after_an_exception(monkeypatch):
+def test_attention_restored_after_error(monkeypatch):
     inputs, model, names = prompt("llama", ["9", "4"]), llama(), []
     accelerated = visspec.accelerate(model, None, probe=False)
 
@@ -173,7 +173,7 @@ def test_passes_of_two_threads_may_overlap():
 
 
 @pytest.mark.parametrize("shape", ["one", "ragged"])
-def test_stock_calls_under_our_name_equal_those_under_sdpa(shape):
+def test_stock_calls_under_our_name(shape):
     """What another thread computes while a pass runs: prompts with padding, and single steps."""
     model, inputs = model_of("llama"), prompt("llama", shapes("llama")[shape])
     with switch_attention(draft_attention.configurations(model)):
@@ -194,7 +194,7 @@ class Refuses(LlamaAttention):
 
 
 @pytest.mark.parametrize("kind", [Swallows, Refuses])
-def test_models_without_the_keyword_take_the_4d_mask(kind, calls):
+def test_mask_without_keyword(kind, calls):
     model = built(tf.LlamaForCausalLM, tf.LlamaConfig(**TEXT))
     for layer in model.model.layers:
         layer.self_attn.__class__ = kind
@@ -235,7 +235,7 @@ def test_a_kept_mask_equals_a_new_one(data):
             slots.select(sorted(data.draw(st.sets(st.integers(0, live - 1), min_size=1))))
 
 
-def test_a_kept_mask_is_built_anew_where_rounds_outgrow_it(monkeypatch):
+def test_cached_mask_outgrown(monkeypatch):
     monkeypatch.setattr(pass_inputs, "GROW", 0)
     made, slots = pass_inputs.Masks(torch.float32), SlotCache(2)
     slots.lengths = [6, 4]
@@ -247,7 +247,7 @@ def test_a_kept_mask_is_built_anew_where_rounds_outgrow_it(monkeypatch):
 
 
 @pytest.mark.parametrize("wrong", [None, 0.3])
-def test_ragged_rows_build_no_mask_each_round(wrong, monkeypatch):
+def test_ragged_rows_reuse_mask(wrong, monkeypatch):
     built_masks, expected = [], stock("llama", "ragged")
     monkeypatch.setattr(pass_inputs, "visibility", lambda *args: built_masks.append(1) or visibility(*args))
     accelerated = fast("llama", None if wrong is None else TreeOracle(expected, wrong))
@@ -257,7 +257,7 @@ def test_ragged_rows_build_no_mask_each_round(wrong, monkeypatch):
 
 
 @pytest.mark.parametrize(("heads", "key_heads"), [(4, 3), (4, 8)])
-def test_heads_that_do_not_divide_are_refused_before_work(heads, key_heads):
+def test_heads_must_divide(heads, key_heads):
     model = llama(num_attention_heads=heads, num_key_value_heads=key_heads)
     with pytest.raises(ValueError, match=r"^model: LlamaForCausalLM can't run a draft \(RuntimeError: The size of ten"):
         visspec.accelerate(model, "ngram")

@@ -51,7 +51,7 @@ def test_decisions_are_the_rules_own(rule, spec, temperature):
     assert 0 < rerun.count == len(captured.recordings) < found[2]
 
 
-def test_a_replay_that_does_nothing_is_noticed():
+def test_control_empty_replay():
     def stale(call):
         return call(), lambda: None
 
@@ -75,7 +75,7 @@ def test_uncaptured_shapes_and_devices():
 
 
 @pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "point"])
-def test_trees_of_one_shape_and_other_content(drawn):
+def test_trees_of_one_shape(drawn):
     """What the host knows of a tree goes into the recording's key; all else is read from its buffers."""
     vocab, g = 6, torch.Generator().manual_seed(0)
     rule = Cool(omega=3.0)
@@ -96,7 +96,7 @@ def test_trees_of_one_shape_and_other_content(drawn):
     assert drift > 1.0 and rerun.count == len(captured.recordings) == 2  # the first and the last tree share one
 
 
-def test_recordings_share_a_pool_and_a_stream_for_each_device(monkeypatch):
+def test_recordings_share_pool(monkeypatch):
     seen, device = [], [0]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: device[0])
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, device[0]))
@@ -113,7 +113,7 @@ def test_recordings_share_a_pool_and_a_stream_for_each_device(monkeypatch):
     assert seen[-1] == ((0, 1), "stream of 1")
 
 
-def test_the_stand_in_notices_memory_that_was_freed():
+def test_control_freed_memory():
     kept, buffer = torch.ones(3), torch.ones(3)
 
     def record():

@@ -87,7 +87,7 @@ def test_tree_attention_in_recordings(kind, shape, standin, monkeypatch):
 
 
 @pytest.mark.filterwarnings("error")
-def test_drafts_of_similar_size_share_a_recording(standin):
+def test_similar_drafts_share_recording(standin):
     answers = stock("llama", "one")
     model = fast("llama", Oracle(answers))
     assert greedy(model, "llama", "one") == answers
@@ -246,7 +246,7 @@ def slots_of(stores):
     return stores.slots
 
 
-def test_what_another_request_left_is_not_seen(standin):
+def test_stores_of_other_requests(standin):
     """Masked slots are multiplied by 0: what is no number must not stand there."""
     model = llama(seed=9)
     inputs = {"input_ids": torch.tensor([[5, 6, 7]])}
@@ -264,7 +264,7 @@ def test_what_another_request_left_is_not_seen(standin):
     assert torch.equal(layer.keys, want[0]) and torch.equal(layer.values, want[1])
 
 
-def test_stores_are_back_when_nothing_holds_them(standin):
+def test_stores_are_returned(standin):
     quick = visspec.accelerate(llama(seed=9), None)
     asked = {"input_ids": torch.tensor([[5, 6, 7]]), "max_new_tokens": 20, "do_sample": False}
     quick.generate(**asked)
@@ -410,7 +410,7 @@ def test_draft_capture_failure(last, monkeypatch):
     assert not own.recordings and not free(own) and not quick.target.recorder.refused
 
 
-def test_a_drafter_that_learns_is_recorded_anew(standin):
+def test_recorded_again_after_learning(standin):
     drafter = compiling.features(model_of("llava"))
     drafter.record()
     first = drafter.recorder
@@ -492,7 +492,7 @@ class Counting(torch.nn.Module):
         return self.inner(x) * (1 + 0.2 * (self.cache[0].get_seq_length() % 5))
 
 
-def test_a_model_that_counts_on_the_host_is_noticed(standin):
+def test_control_host_counter(standin):
     model, cache = llama(seed=9), []
     layer = model.model.layers[0]
     layer.mlp = Counting(layer.mlp, cache)
@@ -655,7 +655,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_cuda_graphs_give_the_tokens_of_eager_passes(dtype, monkeypatch):
+def test_graphs_equal_eager(dtype, monkeypatch):
     """Over three buckets, with rows of different length; again, without a new recording; and in eight threads."""
     monkeypatch.setattr(buffer_pool, "FIRST", 32)
     model = llama(seed=9).to("cuda", dtype)
@@ -681,7 +681,7 @@ def test_cuda_graphs_give_the_tokens_of_eager_passes(dtype, monkeypatch):
 
 @gpu
 @pytest.mark.gpu
-def test_a_pass_that_waits_is_noticed_on_a_gpu():
+def test_control_waiting_pass():
     model = asking(llama(seed=9).cuda())
     quick, asked = visspec.accelerate(model, None), {**ASKED, "input_ids": ASKED["input_ids"].cuda()}
     asked["max_new_tokens"] = 40

@@ -11,7 +11,7 @@ import pytest
 import transformers
 from PIL import Image
 
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from visspec.api.captions import PROMPT, Captions, prepare
 from visspec.api.images.pipeline import ImagePipeline
 from visspec.api.loading import load, load_image_model
@@ -31,7 +31,7 @@ PICTURED = ("shapes", "emoji")
 
 
 @pytest.mark.parametrize("name", PICTURED)
-def test_rows_have_captions_answers_and_metadata(name):
+def test_row_fields(name):
     world = included.scenes(name)
     assert len(world.rows) == 256 == len({row["caption"] for row in world.rows})
     for row in world.rows:
@@ -45,16 +45,16 @@ def test_rows_have_captions_answers_and_metadata(name):
 
 
 @pytest.mark.parametrize("name", PICTURED)
-def test_the_generator_makes_the_held_out_pictures(name):
+def test_generator_makes_held_out(name):
     world = included.scenes(name)
     for i, (image, row) in enumerate(zip(world.images(12, first=200), world.rows[200:])):
         made, caption = picture(name, HELD_OUT_SEED + 200 + i)
         assert np.array_equal(made, image) and caption == row["caption"]
-    with one_sentence("^world: got 'moon', expected one of shapes, emoji"):
+    with raises_line("^world: got 'moon', expected one of shapes, emoji"):
         picture("moon", 0)
 
 
-def test_written_pictures_are_read_as_an_image_folder(tmp_path):
+def test_written_image_folder(tmp_path):
     datasets = pytest.importorskip("datasets")
     write_pictures("emoji", tmp_path / "scenes", 3, first=5)
     read = datasets.load_dataset("imagefolder", data_dir=str(tmp_path / "scenes"), split="train", cache_dir=tmp_path)
@@ -63,7 +63,7 @@ def test_written_pictures_are_read_as_an_image_folder(tmp_path):
 
 
 @pytest.mark.parametrize("name, every", [("shapes", 16), ("emoji", 256)])
-def test_detectors_find_what_the_metadata_says(name, every):
+def test_detectors_agree_with_metadata(name, every):
     world = included.scenes(name)
     detector = ShapeDetector(0.07, 0.135) if name == "shapes" else world.detector()
     for first in range(0, 256, every):
@@ -81,7 +81,7 @@ def test_prompts_are_fixed_and_painted():
         first, again = (world.render(row, np.random.default_rng(1), 96) for _ in range(2))
         assert first.shape == (96, 96, 3) and first.dtype == np.uint8 and np.array_equal(first, again)
         assert judge_image(Image.fromarray(first), row, world.detector(), DetectedColours())[0], name
-    with one_sentence("^prompt: got 'a photo of a dog', expected GenEval's metadata or a prompt"):
+    with raises_line("^prompt: got 'a photo of a dog', expected GenEval's metadata or a prompt"):
         included.parse("a photo of a dog")
 
 
@@ -106,10 +106,10 @@ def test_default_world():
     words = SimpleNamespace(get_vocab=lambda: {"a": 0, "photo": 1})
     for world in (included.scenes(), included.scenes(None, words), included.scenes(None, words, "prompts")):
         assert world.name == "shapes"
-    with one_sentence("^world: got 'seas', expected one of shapes, emoji, animals"):
+    with raises_line("^world: got 'seas', expected one of shapes, emoji, animals"):
         included.scenes("seas")
     for name, first in (("shapes", 250), ("animals", 0)):
-        with one_sentence(rf"^images: got {first + 8}, but the world '{name}' has \d+ pictures"):
+        with raises_line(rf"^images: got {first + 8}, but the world '{name}' has \d+ pictures"):
             included.scenes(name).images(8, first=first)
 
 
@@ -118,7 +118,7 @@ def words(text: str) -> list[str]:
 
 
 @pytest.mark.skipif(not included.present("captioner-small"), reason="weights not in this tree")
-def test_the_small_captioner_says_half_of_what_is_there():
+def test_small_captioner_recall():
     folder, scenes = included.folder("captioner-small"), included.scenes("shapes")
     processor = transformers.AutoProcessor.from_pretrained(folder)
     model = transformers.LlavaForConditionalGeneration.from_pretrained(folder).float().eval()
@@ -132,7 +132,7 @@ def test_the_small_captioner_says_half_of_what_is_there():
 
 
 @pytest.mark.parametrize("world", demo.WORLDS)
-def test_the_demo_shows_captions_that_are_right(world):
+def test_demo_captions_are_right(world):
     captioner, drafter = demo.WORLDS[world]
     scenes, (model, processor) = included.scenes(world), load(captioner)
     captions = Captions(accelerate(model, drafter), processor, do_sample=False, max_new_tokens=128)
@@ -164,7 +164,7 @@ def test_foreign_pictures(tmp_path):
 
 
 @pytest.mark.skipif(not included.present("captioner"), reason="weights not in this tree")
-def test_processor_takes_both_call_forms_and_odd_images():
+def test_processor_call_forms():
     processor = transformers.AutoProcessor.from_pretrained(included.folder("captioner"))
     image = Image.new("RGBA", (300, 170), (200, 10, 10, 255)).convert("RGB")
     content = [{"type": "image", "image": image}, {"type": "text", "text": "Describe the picture in detail."}]
@@ -179,7 +179,7 @@ def test_processor_takes_both_call_forms_and_odd_images():
 
 
 @pytest.mark.parametrize("folder", sorted(path.parent for path in included.FOLDER.glob("*/provenance.json")), ids=str)
-def test_provenance_says_which_code_trained_the_weights(folder):
+def test_provenance_names_code(folder):
     record = json.loads((folder / "provenance.json").read_text())
     own = rf"models/zoo/{folder.name}/train\.py"
     assert re.fullmatch(

@@ -6,7 +6,7 @@ import pytest
 import transformers as tf
 
 from tests import tiny_images as tiny
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from visspec import ImagePipeline
 from visspec.api import loading
 from visspec.cli.main import main
@@ -66,23 +66,23 @@ def test_hub_ids_draw(name, cache, tmp_path):
     ("deepseek-ai/Janus-Pro-1B", "multi_modality", "deepseek-community/Janus-Pro-1B"),
     ("BAAI/Emu3-Gen", "Emu3", "BAAI/Emu3-Gen-hf"),
 ])  # fmt: skip
-def test_hub_ids_in_their_authors_form_name_another(name, kind, instead, cache, capsys):
+def test_hub_id_suggestion(name, kind, instead, cache, capsys):
     folder = repository(cache, name)
     (folder / "config.json").write_text(json.dumps({"model_type": kind}))
-    with one_sentence(f"authors' form. Use {instead}"):
+    with raises_line(f"authors' form. Use {instead}"):
         ImagePipeline.from_pretrained(str(folder))
     sentence = f"model: {name} is in its authors' form. Use {instead}, in transformers' form."
     for load in (ImagePipeline.from_pretrained, loading.load):
-        with one_sentence(sentence):
+        with raises_line(sentence):
             load(name)
     for command in (["generate", "a cat"], ["caption", "x.png"], ["bench", "image"]):
         assert main([*command, "--model", name]) == 2 and sentence in capsys.readouterr().err
 
 
-def test_pickles_name_the_command_that_converts_them(tmp_path, capsys):
+def test_pickle_error_names_command(tmp_path, capsys):
     (tmp_path / "t2i_XL.pt").write_bytes(b"")
     for where in (tmp_path, tmp_path / "t2i_XL.pt"):
-        with one_sentence("holds weights in their authors' layout. `visspec convert` makes a folder of them"):
+        with raises_line("holds weights in their authors' layout. `visspec convert` makes a folder of them"):
             ImagePipeline.from_pretrained(str(where))
         assert main(["generate", "a cat", "--model", str(where)]) == 2 and "visspec convert" in capsys.readouterr().err
 
@@ -90,5 +90,5 @@ def test_pickles_name_the_command_that_converts_them(tmp_path, capsys):
 def test_unknown_model_type(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "blobby"}))
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with one_sentence("model: .* is of the type 'blobby', which transformers .* does not know. A newer one may"):
+    with raises_line("model: .* is of the type 'blobby', which transformers .* does not know. A newer one may"):
         ImagePipeline.from_pretrained(str(tmp_path))

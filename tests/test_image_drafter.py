@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.distributions import chi_square, context_law, output_law, plain_law, total_variation, verdicts
-from tests.doubles import drafted, one_sentence
+from tests.doubles import drafted, raises_line
 from tests.tiny_images import janus, prompts
 from visspec import registry
 from visspec import tree as trees
@@ -169,7 +169,7 @@ def test_a_rollout_is_what_drafting_says():
                 state.tokens[b].append(int(codes[b, t + 1]))
 
 
-def test_static_trees_have_the_shape_they_are_told():
+def test_static_tree_shapes():
     for counts in ((5, 13, 16, 14, 9), (4, 8, 8, 3, 2), (1, 1, 1), (2, 7), (32, 1)):
         tree, levels = feature_tree.plan(counts, "cpu")
         assert tree.depth[0].bincount()[1:].tolist() == list(counts)
@@ -204,9 +204,9 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_options_are_refused_in_a_sentence(what):
+def test_bad_options(what):
     options, message = BAD[what]
-    with one_sentence(message):
+    with raises_line(message):
         drafter(options)
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import visspec
 from tests import tiny_images as tiny
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.image_cases import TEXTS, Case, draw, made, named
 from visspec import registry
 from visspec.accept.exact import Exact
@@ -58,7 +58,7 @@ def rows_of(prompt) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", WORDED)
-def test_unconditional_rows_read_the_negative_prompt(name):
+def test_negative_prompt_rows(name):
     """A negative prompt is read as a prompt is; an empty one is the model's own unconditional prompt."""
     case, texts = reading(name), texts_for(name)
     family, layout = case.family, case.layout
@@ -77,7 +77,7 @@ def test_unconditional_rows_read_the_negative_prompt(name):
 
 
 @pytest.mark.parametrize("name", WORDED)
-def test_away_from_the_prompt_itself_is_no_guidance(name):
+def test_guidance_away_from_prompt(name):
     """u + s (c - u) = c where both rows read the same."""
     case, texts = reading(name), texts_for(name)
     family, layout = case.family, case.layout
@@ -110,7 +110,7 @@ def test_a_call_with_negative_prompts():
     assert pipe(TEXTS[0], negative_prompt="", guidance_scale=1, **options).tokens
 
 
-def test_a_call_wins_over_the_negative_prompt_of_the_parts():
+def test_negative_prompt_of_call_wins():
     parts = ImagePipeline(tiny.emu3(), tiny.emu3_processor(), parts={"negative": "a blue sphere"})
     usual = ImagePipeline(tiny.emu3(), tiny.emu3_processor(), parts={"negative": "lowres, blurry."})
     options = {"height": 4, "width": 10, "output_type": "latent", "seed": 0}
@@ -137,7 +137,7 @@ def test_negative_prompts_that_are_refused(monkeypatch):
         (classes, "3", "b", {}, "negative_prompt: got 'b', expected a class number 0..9"),
         (pipe, "a", "b" * 140, {}, "negative_prompt: got 158 tokens including the image's, expected at most 128"),
     ):
-        with one_sentence(re.escape(start)):
+        with raises_line(re.escape(start)):
             caller(text, negative_prompt=negative, output_type="latent", **more)
 
 
@@ -163,7 +163,7 @@ def test_arguments_of_diffusers(pipe):
 # --- callbacks --------------------------------------------------------------------------------------------------------
 
 
-def test_a_callback_is_handed_the_codes_so_far():
+def test_callback_codes():
     pipe, seen = drawn(), []
 
     def watch(pipeline, step, done, given):
@@ -184,7 +184,7 @@ def test_a_callback_is_handed_the_codes_so_far():
     assert pipe._callback_tensor_inputs == ("latents", "tokens")
 
 
-def test_what_a_callback_is_handed_where_it_asks_for_nothing():
+def test_callback_without_tensors():
     names, seen = [], []
     pipe = drawn()
     watch = lambda p, i, t, given: names.append(tuple(sorted(given)))  # noqa: E731
@@ -198,7 +198,7 @@ def test_what_a_callback_is_handed_where_it_asks_for_nothing():
     assert seen[-1].shape == (1, 2, 5) and seen[-1][0].equal(out.images[0])
 
 
-def test_what_a_callback_wants_changed_is_refused():
+def test_callback_cannot_change_values():
     for change in ("latents", "state", "prompt_embeds"):
         text = refused(lambda: drawn()("a", callback_on_step_end=lambda *given: {change: torch.zeros(1)}))  # noqa: B023
         assert (
@@ -234,7 +234,7 @@ def test_drafter_rule_and_levels_are_kept(pipe, tmp_path):
     assert (other.drafter, other.acceptance, other.levels) == (None, "exact", 3), "what is given wins"
 
 
-def test_weights_of_a_drafter_go_into_the_folder(pipe, tmp_path):
+def test_drafter_weights_saved(pipe, tmp_path):
     learned = ImageFeatureDrafter.for_model(pipe.family, seed=3)
     assert saved(pipe, tmp_path / "a", drafter=learned)["drafter"] == {"folder": "drafter"}
     shutil.move(tmp_path / "a", tmp_path / "b")  # nothing in it depends on where it lies
@@ -252,7 +252,7 @@ def test_weights_of_a_drafter_go_into_the_folder(pipe, tmp_path):
     assert ImagePipeline.from_pretrained(str(tmp_path / "c"))(PROMPTS[0], **options).tokens[0].equal(drawn.tokens[0])
 
 
-def test_parts_that_are_no_texts_are_asked_for_again(tmp_path):
+def test_unsaved_parts_requested(tmp_path):
     pipe = ImagePipeline(tiny.emu3(), tiny.emu3_processor(), parts={"negative": "a blue sphere"})
     pipe.save_pretrained(tmp_path)
     assert ImagePipeline.from_pretrained(str(tmp_path)).family.negative == "a blue sphere"
@@ -312,7 +312,7 @@ def test_save_refuses_drafter_options(pipe, tmp_path):
     ({"levels": True}, "levels: got True"), ([], "checkpoint: "), ("{", "checkpoint: "),
     ({"parts": {"nothing": "x"}}, "nothing: models of type 'janus' do not take it"),
 ])  # fmt: skip
-def test_a_folder_that_says_something_else_is_refused(folder, tmp_path, entries, words, monkeypatch):
+def test_contradictory_folder_refused(folder, tmp_path, entries, words, monkeypatch):
     monkeypatch.chdir(visspec.registry.CHECKPOINTS.parent.parent)  # where `models` and `tests` are folders
     shutil.copytree(folder, tmp_path / "p")
     (tmp_path / "p" / "visspec.json").write_text(entries if isinstance(entries, str) else json.dumps(entries))
@@ -344,7 +344,7 @@ def test_the_order_is_kept(pipe, tmp_path):
 # --- the logger -------------------------------------------------------------------------------------------------------
 
 
-def test_loading_and_saving_are_told_to_the_logger(pipe, tmp_path, caplog, capsys, monkeypatch):
+def test_loading_and_saving_logged(pipe, tmp_path, caplog, capsys, monkeypatch):
     with caplog.at_level(logging.INFO, "visspec"):
         pipe.save_pretrained(tmp_path)
         ImagePipeline.from_pretrained(str(tmp_path))

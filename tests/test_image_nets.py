@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.layouts import (
     DECODED,
     ENCODED,
@@ -119,7 +119,7 @@ def reference_decode(tensors, tokens, grid, form, normalised):
 
 @torch.no_grad()
 @pytest.mark.parametrize("form", FORMS)
-def test_codecs_decode_and_encode_as_published(tmp_path, form):
+def test_codecs_as_published(tmp_path, form):
     names, load, encoder, decoder, normalised = FORMS[form]
     tensors = filled(names())
     tensors["decoder.conv_out.weight"] *= 0.1  # most pixels inside [-1, 1]
@@ -148,7 +148,7 @@ def test_codecs_decode_and_encode_as_published(tmp_path, form):
 
 
 @pytest.mark.parametrize("name", ["llamagen-vq16", "chameleon"])
-def test_published_codecs_have_published_widths(name):
+def test_published_codec_widths(name):
     codes, size, attended = (16384, 8, (4,)) if "llama" in name else (8192, 256, ())
     names = ldm_names(128, (1, 1, 2, 2, 4), 2, 256, attended=attended, both=True)
     with torch.device("meta"):
@@ -200,7 +200,7 @@ LOADERS = {
 
 
 @pytest.mark.parametrize("layout", LOADERS)
-def test_what_does_not_fit_is_refused_by_its_published_name(tmp_path, layout):
+def test_misfit_named_as_published(tmp_path, layout):
     names, load = LOADERS[layout]
     file, tensors = tmp_path / "model.safetensors", filled(names())
     name = next(name for name in sorted(tensors) if not re.search("codebook_used|^loss", name))
@@ -211,7 +211,7 @@ def test_what_does_not_fit_is_refused_by_its_published_name(tmp_path, layout):
         ({"a": torch.zeros(1)}, r"has no tensor .*\(but a, ...\)"),
     ):
         save_file(changed, file)
-        with one_sentence(words):
+        with raises_line(words):
             load(file)
 
 
@@ -248,7 +248,7 @@ def test_other_paths_that_hold_no_model(tmp_path):
         layouts.read_all_tensors(tmp_path)
     (tmp_path / "a.pt").write_bytes(b"")
     for path in (tmp_path, tmp_path / "a.pt"):
-        with one_sentence(r"pickled weights \(a\.pt\), expected \.safetensors .*visspec convert"):
+        with raises_line(r"pickled weights \(a\.pt\), expected \.safetensors .*visspec convert"):
             layouts.read_all_tensors(path)
     (tmp_path / "a.safetensors").write_bytes(b"junk")
     with pytest.raises(ValueError, match="not a readable safetensors file"):

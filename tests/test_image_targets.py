@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests import tiny_images as tiny
-from tests.doubles import drafted, one_sentence
+from tests.doubles import drafted, raises_line
 from tests.image_cases import CASES, TEXTS, Case, draw, expected, llamagen_model, made, named
 from visspec import tree as trees
 from visspec.api.images.pipeline import ImagePipeline
@@ -44,7 +44,7 @@ def test_greedy_is_what_the_reference_draws(name, rows, window):
 
 
 @pytest.mark.parametrize("name, guidance", [("emu3", 1.0), ("emu3", 3.0), ("glm_image", 1.0)])
-def test_the_stock_arm_draws_what_the_loop_draws(name, guidance):
+def test_stock_arm_equals_loop(name, guidance):
     family, _ = named(name)
     layout, sampling = family.layout(), Sampling(temperature=0.0, guidance=guidance)
     case = Case(family, layout, guidance, lambda rows: family.prompt([TEXTS[r] for r in rows], guidance != 1.0), None)
@@ -76,7 +76,7 @@ def test_guidance_counts(name):
     assert draw(weak, [0])[0] != draw(case, [0])[0]
 
 
-def test_a_sampled_image_does_not_depend_on_its_batch(name):
+def test_sampled_image_alone_and_in_batch(name):
     case = made(name)
     together, _ = draw(case, [0, 1, 2], Jacobi(5, "maximal"), "rejection", 1.0)
     for row in range(3):
@@ -84,7 +84,7 @@ def test_a_sampled_image_does_not_depend_on_its_batch(name):
 
 
 @pytest.mark.parametrize("start", ["left", "random"])
-def test_coupled_windows_draw_the_tokens_of_plain_sampling(name, start):
+def test_coupled_windows_equal_plain(name, start):
     case = made(name)
     plain, _ = draw(case, [0, 1, 2], None, "exact", 1.0)
     assert draw(case, [0, 1, 2], Jacobi(6, "gumbel", start), "exact", 1.0)[0] == plain
@@ -167,7 +167,7 @@ def test_row_ends_never_cut_a_draft(name, grammar):
 # --- prompts and pixels -------------------------------------------------------------------------------------------
 
 
-def test_emu3_prompts_are_what_its_processor_makes():
+def test_emu3_prompts():
     case = made("emu3")
     names = {i: n for n, i in case.family.model.config.vocabulary_map.items()}
     prompt = case.prompt([0, 1])
@@ -178,7 +178,7 @@ def test_emu3_prompts_are_what_its_processor_makes():
     assert prompt.positions[:, prompt.attention.shape[1]].tolist() == counts.tolist()
 
 
-def test_emu3_pixels_are_those_of_its_decoder():
+def test_emu3_pixels():
     case = made("emu3")
     found = torch.tensor([expected("emu3", 0)])
     ids = case.family.vocabulary.ids[found]
@@ -205,7 +205,7 @@ def test_glm_image_prompts():
     assert prompt.positions.shape == (3, 2, prompt.ids.shape[1] + family.layout().positions)
 
 
-def test_glm_image_leaves_the_model_as_it_was():
+def test_glm_image_restores_model():
     case = made("glm_image")
     model = case.family.model.model
     model._cached_decode_position_ids, model._prefill_len = "kept", 7
@@ -237,7 +237,7 @@ def test_glm_image_pixels(tmp_path):
     assert loaded("blue grass", seed=4, height=64, width=64).images[0].size == (64, 64)
 
 
-def test_what_is_no_glm_image_pipeline_is_refused(tmp_path):
+def test_glm_image_pipeline_check(tmp_path):
     (tmp_path / "model_index.json").write_text('{"_class_name": "FluxPipeline"}')
     with pytest.raises(ValueError, match="model: got diffusers' FluxPipeline, expected GlmImagePipeline"):
         ImagePipeline.from_pretrained(str(tmp_path))
@@ -246,7 +246,7 @@ def test_what_is_no_glm_image_pipeline_is_refused(tmp_path):
         ImagePipeline.from_pretrained(str(tmp_path))
 
 
-def test_chameleon_prompts_end_as_its_style_says():
+def test_chameleon_prompt_style():
     model, names = tiny.chameleon(), {i: n for n, i in tiny.chameleon().config.vocabulary_map.items()}
     sized = ["<racm3:break>", "<reserved08802>", "<reserved08803>"]
     for style, head, bare in (("anole", sized[:1], ["<s>", *sized[:1]]), ("lumina", sized, sized)):
@@ -281,7 +281,7 @@ def test_codes_become_pixels_through_a_codec():
 # --- what is refused, before any pass -----------------------------------------------------------------------------
 
 
-def test_each_refusal_is_one_sentence_that_names_its_argument():
+def test_refusals_name_argument():
     glm, emu3, anole = (made(n) for n in ("glm_image", "emu3", "anole"))
     lumina = family_of(tiny.chameleon(), tiny.ChameleonTexts(), style="lumina")
     classes = family_of(llamagen_model("class"), None)
@@ -312,7 +312,7 @@ def test_each_refusal_is_one_sentence_that_names_its_argument():
         "model: type 'llama' does not generate images; `visspec list families` shows": lambda: family_of(other, None),
     }
     for start, call in refused.items():
-        with one_sentence("^" + re.escape(start)):
+        with raises_line("^" + re.escape(start)):
             call()
 
 
@@ -321,7 +321,7 @@ def test_each_refusal_is_one_sentence_that_names_its_argument():
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["janus", "anole", "emu3", "llamagen-class"])
-def test_pictures_are_encoded_by_the_model_s_own_encoder(name):
+def test_encoder_of_the_model(name):
     family, pixels = made(name).family, torch.rand(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     if name in ("emu3", "llamagen-class"):
         with pytest.raises(ValueError, match=f"image: got pixels, expected none: {family.name} has no VQ encoder"):

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from visspec import registry
 from visspec.api import grid
 from visspec.api.images.pipeline import ImagePipeline
@@ -27,7 +27,7 @@ PROMPTS = ["a photo of a red cross left of a blue ring", "a photo of two stars",
 TOKENS = 36
 
 
-def test_the_default_is_the_preset_that_readme_names(pipe):
+def test_default_preset(pipe):
     assert "`pipe(prompt)`, which is preset `gumbel`" in (Path(__file__).parents[1] / "README.md").read_text()
     fresh = type(pipe)(pipe.model, pipe.processor)
     assert (fresh.drafter, fresh.acceptance) == registry.preset("gumbel", "codes")[:2]
@@ -44,7 +44,7 @@ def test_images_tokens_maps_and_statistics(pipe):
 
 @pytest.mark.parametrize("method", [("jacobi", "exact"), ("jacobi:redraw=maximal,window=5", "rejection"),
                                     ("jacobi:redraw=maximal", "lantern:k=20,delta=0.2")])  # fmt: skip
-def test_an_image_does_not_depend_on_its_batch(pipe, method):
+def test_image_alone_and_in_batch(pipe, method):
     options = {"drafter": method[0], "acceptance": method[1]}
     together = pipe(PROMPTS, seed=3, **options)
     split = pipe(PROMPTS, seed=3, batch_size=2, **options)
@@ -79,7 +79,7 @@ def whole(state):
 
 
 @pytest.mark.parametrize("how", ["flag", "keyboard"])
-def test_a_batch_that_is_ended_keeps_its_finished_images(pipe, how):
+def test_interrupt_keeps_finished_images(pipe, how):
     found = []
 
     def stop(pipeline, step, done, extra):
@@ -97,7 +97,7 @@ def test_a_batch_that_is_ended_keeps_its_finished_images(pipe, how):
         assert np.array_equal(image, every.images[seed]) and torch.equal(tokens, every.tokens[seed])
 
 
-def test_later_batches_are_not_begun_and_the_next_call_goes_on(pipe):
+def test_interrupt_skips_later_batches(pipe):
     def stop(pipeline, step, done, extra):
         pipeline.interrupt = bool(pipeline.last_output.images)
 
@@ -106,7 +106,7 @@ def test_later_batches_are_not_begun_and_the_next_call_goes_on(pipe):
     assert all(np.array_equal(a, b) for a, b in zip(out.images, pipe(PROMPTS[:2], seed=0).images))
 
 
-def test_what_belongs_to_the_model_moves_with_it(folder):
+def test_parts_move_with_model(folder):
     found = ImagePipeline.from_pretrained(str(folder), torch_dtype=torch.bfloat16, acceptance="lantern:k=4,delta=0.1")
     found.setup("jacobi:redraw=maximal", "lantern:k=4,delta=0.1")
     assert found.model.dtype == torch.bfloat16 and found._built
@@ -125,14 +125,14 @@ def test_what_belongs_to_the_model_moves_with_it(folder):
     ({"drafter": "jacobi:redraw=independent"}, "drafter: Jacobi samples, expected point masses for the rule Exact"),
     ({"drafter": "jacobi:window=2.5"}, "window: got 2.5"),
 ])  # fmt: skip
-def test_bad_calls_are_refused_before_any_pass(pipe, change, words, monkeypatch):
+def test_bad_calls_refused_first(pipe, change, words, monkeypatch):
     monkeypatch.setattr("visspec.loop.setup.DecodingSetup.decode", lambda *a: pytest.fail("decoding began"))
-    with one_sentence(f"^{re.escape(words)}") as error:
+    with raises_line(f"^{re.escape(words)}") as error:
         pipe(**({"prompt": PROMPTS[0]} | change))
     assert "expected" in str(error.value)
 
 
-def test_a_prompt_with_words_the_model_never_saw_warns(folder):
+def test_unknown_words_warn(folder):
     pipe = ImagePipeline.from_pretrained(str(folder))
     with pytest.warns(UserWarning, match="^prompt: got astronaut, riding, horse, expected words that the model was ta"):
         pipe(["an astronaut riding a horse", PROMPTS[0]], seed=0, output_type="latent")
@@ -153,7 +153,7 @@ def test_the_command(folder, tmp_path, capsys):
     assert "guarantee: approximate" in capsys.readouterr().out
 
 
-def test_the_command_numbers_on_after_an_earlier_run(folder, tmp_path, capsys):
+def test_file_numbers_continue(folder, tmp_path, capsys):
     out, record = tmp_path / "o", tmp_path / "r.json"
     out.mkdir()
     (out / "00041.png").write_text("of an earlier run")
@@ -166,7 +166,7 @@ def test_the_command_numbers_on_after_an_earlier_run(folder, tmp_path, capsys):
     assert [r["path"][-9:] for r in json.loads(record.read_text())["results"]] == ["00042.png", "00043.png"]
 
 
-def test_the_bench_refuses_a_method_before_any_work(folder, capsys, monkeypatch):
+def test_bench_refuses_method_first(folder, capsys, monkeypatch):
     monkeypatch.setattr("visspec.cli.bench_image.StockImageArm.__call__", lambda *a: pytest.fail("drawing began"))
     wrong = {"jacobi/nope": "acceptance: got 'nope'", "islands/exact": "Pass order='islands'"}
     for pair, words in wrong.items():

@@ -39,14 +39,14 @@ def test_presets_use_included_drafters(name, preset, expected):
     assert drafters - {"auto"} <= set(registry.table("drafter"))
 
 
-def test_the_default_drafter_is_the_included_one_of_its_kind():
+def test_default_drafter_is_included():
     assert registry.included_drafter(model("captioner")) == "vispec"
     assert registry.included_drafter(model("captioner-emoji")) == "vispec-emoji"
     assert registry.included_drafter(model("captioner-smollm2")) == "vispec-smollm2"
     assert registry.included_drafter(model("captioner"), "image-eagle") is None is registry.included_drafter(object())
 
 
-def test_a_table_that_is_included_is_the_reason():
+def test_reason_of_included_table():
     config = json.loads((included.folder("smollm2-context") / "config.json").read_text())["target"]
     with torch.device("meta"):
         smollm2 = AutoModelForCausalLM.from_config(LlamaConfig(**config))

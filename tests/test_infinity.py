@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
-from tests.doubles import generators, one_sentence
+from tests.doubles import generators, raises_line
 from tests.layouts import DECODED, KLFormulas, ScaleFormulas, affine, filled, ldm_names, scale_tensors
 from tests.test_scales import moved
 from visspec import ImagePipeline
@@ -180,7 +180,7 @@ def features_of(texts):
 
 @torch.no_grad()
 @pytest.mark.parametrize("chunks, patch", [(2, 1), (0, 1), (1, 2)])
-def test_published_transformers_say_what_their_formulas_say(tmp_path, chunks, patch):
+def test_published_network_by_formula(tmp_path, chunks, patch):
     n = BITS * patch**2
     tensors, (_, vae) = published(n, chunks), codec(tmp_path, patch=patch)
     model = load(tmp_path, tensors)
@@ -198,7 +198,7 @@ def test_published_transformers_say_what_their_formulas_say(tmp_path, chunks, pa
 
 @torch.no_grad()
 @pytest.mark.parametrize("wrapped, patch", [(True, 1), (False, 2)])
-def test_the_published_autoencoder_says_what_its_formulas_say(tmp_path, wrapped, patch):
+def test_published_autoencoder_by_formula(tmp_path, wrapped, patch):
     _, vae = codec(tmp_path, wrapped, patch)
     torch.manual_seed(1)
     tensors = {name: tensor.double() for name, tensor in filled(vae_names(False), 0.2).items()}
@@ -286,7 +286,7 @@ def test_refiner_reads_earlier_scales(parts, tmp_path):
     torch.testing.assert_close(group.logits[0][0], wanted, **TOL)
 
 
-def test_wrong_prompts_and_models_are_refused(parts):
+def test_wrong_prompts_and_models(parts):
     model, vae = parts
     family = targets.InfinityImages(model, features_of, vae)
     for words, make in (
@@ -294,11 +294,11 @@ def test_wrong_prompts_and_models_are_refused(parts):
         ("processor: got None", lambda: targets.InfinityImages(model, None, vae).prompt(["snow"], True)),
         ("prompt: got 7 tokens, expected at most 6", lambda: family.check(family.prompt(["a " * 7], True), None, 2.0)),
     ):
-        with one_sentence(words):
+        with raises_line(words):
             make()
 
 
-def test_features_of_t5_do_not_depend_on_the_others():
+def test_t5_features_alone_and_in_batch():
     words = Tokenizer(WordLevel({"<pad>": 0, "<unk>": 1, "a": 2, "red": 3, "cube": 4, "snow": 5}, "<unk>"))
     words.pre_tokenizer = Whitespace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>")

@@ -10,7 +10,7 @@ from transformers.pytorch_utils import Conv1D
 
 import visspec
 from tests import tiny
-from tests.doubles import ProductRows, one_sentence
+from tests.doubles import ProductRows, raises_line
 from visspec.models.attention.draft_attention import folded_attention
 from visspec.models.decoder.prefix import PrefixCache
 from visspec.models.eagle.drafter import EagleDrafter
@@ -118,7 +118,7 @@ def test_rules_whose_tokens_depend_on_drafts():
     entries = [{"input_ids": ids, "seed": 7} for ids in prompts()]
     found = sorted(quick.stream(entries, slots=3, max_new_tokens=NEW, **SAMPLED), key=lambda answer: answer.id)
     assert [answer.tokens for answer in found] == expected
-    with one_sentence("batch_invariant: got 4 rows for the rule Typical"):
+    with raises_line("batch_invariant: got 4 rows for the rule Typical"):
         answers(quick, *batch(), **SAMPLED)
 
 
@@ -141,7 +141,7 @@ def test_pictures(name):
         assert quick.run(input_ids=ids, attention_mask=mask, **options).state.tokens == texts
     found = sorted(quick.stream(entries, slots=3, **options), key=lambda answer: answer.id)
     assert [answer.tokens for answer in found] == expected
-    with one_sentence("batch_invariant: .*stream"):
+    with raises_line("batch_invariant: .*stream"):
         plain.generate(**together, **options)
 
 
@@ -169,7 +169,7 @@ def test_widths_agree_with_many_rows():
 
 @pytest.mark.parametrize(("options", "match"), [({"compile": True}, "compile=True"), ({"graphs": True}, "graphs=True")])
 def test_refused_options(options, match):
-    with one_sentence(f"batch_invariant: .*{match}"):
+    with raises_line(f"batch_invariant: .*{match}"):
         visspec.accelerate(model(), None, batch_invariant=True, **options)
 
 
@@ -189,7 +189,7 @@ def refused_model(kind):
 
 @pytest.mark.parametrize("kind", ["eager", "experts", "quantized", "keep a state"])
 def test_refused_models(kind):
-    with one_sentence(f"batch_invariant: .*{kind}"):
+    with raises_line(f"batch_invariant: .*{kind}"):
         visspec.accelerate(refused_model(kind).to(torch.bfloat16), None, batch_invariant=True)
 
 
@@ -222,7 +222,7 @@ def test_no_prefix_is_kept():
     found = list(fast("none").stream(entries, slots=1, max_new_tokens=4, do_sample=False, prefix_cache=kept))
     assert all(answer.tokens == found[0].tokens for answer in found) and kept.hits == 0
     assert "batch_invariant" in kept.refused
-    with one_sentence("prefix_cache: got 1024 with batch_invariant=True, which reads each prompt in one pass"):
+    with raises_line("prefix_cache: got 1024 with batch_invariant=True, which reads each prompt in one pass"):
         fast("none").stream(entries, prefix_cache=1024)
 
 
@@ -230,7 +230,7 @@ def test_padding_behind_a_prompt_is_refused():
     ids = prompts()[0]
     mask = torch.ones_like(ids)
     mask[:, -1] = 0
-    with one_sentence("batch_invariant: .*padding in front"):
+    with raises_line("batch_invariant: .*padding in front"):
         fast("none").generate(input_ids=ids, attention_mask=mask, max_new_tokens=2)
 
 
@@ -266,7 +266,7 @@ def check_each_by_itself(pipe, texts, **options):
 def test_pictures_of_maps():
     pipe, texts = painter("painter-var-small", batch_invariant=True), ["a photo of a pig", "a photo of an octopus"]
     check_each_by_itself(pipe, texts)
-    with one_sentence("batch_invariant: got drafts of maps in torch.bfloat16, which change codes"):
+    with raises_line("batch_invariant: got drafts of maps in torch.bfloat16, which change codes"):
         pictures(pipe, texts, [0, 1], "var")
 
 
@@ -277,15 +277,15 @@ def test_relaxed_rules_and_batches():
 
 
 def test_refused_pipelines():
-    with one_sentence("batch_invariant: .*graphs=True"):
+    with raises_line("batch_invariant: .*graphs=True"):
         visspec.ImagePipeline.from_pretrained("painter", batch_invariant=True, graphs=True)
     pipe = visspec.ImagePipeline.from_pretrained("painter-any-order", batch_invariant=True)
-    with one_sentence("batch_invariant: .*raster order"):
+    with raises_line("batch_invariant: .*raster order"):
         pipe("a photo of a red ring")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_longer_neighbors_change_no_bit_of_attention(dtype):
+def test_attention_beside_longer_rows(dtype):
     """Sums over some numbers of keys are split otherwise than those over more: such a pass reads more."""
     widths = PassWidths([], [(2, 3, 16)], dtype, torch.device("cpu"))
     generator = torch.Generator().manual_seed(3)
@@ -305,7 +305,7 @@ def test_longer_neighbors_change_no_bit_of_attention(dtype):
 @pytest.mark.parametrize("rows", [(3, 12), (37,), (2, 8), (4, 16)])
 @pytest.mark.parametrize("layer", [torch.nn.Linear(24, 40), Conv1D(40, 24)])
 @torch.no_grad()
-def test_large_products_are_computed_in_parts(layer, rows):
+def test_large_products_in_parts(layer, rows):
     """Every product that a layer asks for has 16 rows, and the result is that of the whole."""
     x = torch.randn(*rows, 24)
     with ProductRows() as products, ProductsInParts(16):
@@ -314,7 +314,7 @@ def test_large_products_are_computed_in_parts(layer, rows):
     assert set(products.rows) == {16}
 
 
-def test_products_that_agree_nowhere_else_are_split(monkeypatch):
+def test_products_are_split(monkeypatch):
     """As in bfloat16 on CPUs with AMX, where more than 32 rows agree with no fewer."""
     monkeypatch.setattr(PassWidths, "_agrees", lambda self, rows: rows <= 32 or rows == 64)
     widths = PassWidths([], [], torch.bfloat16, torch.device("cpu"))

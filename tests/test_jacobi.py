@@ -156,7 +156,7 @@ def test_redraws_keep_the_law(redraw, start, window, idle):
     assert total_variation(distribution, plain_law(p, VOCAB, LENGTH)) < 1e-12
 
 
-def test_random_codes_that_are_reported_as_points_are_seen():
+def test_control_codes_as_points():
     """The control: what a window begins with was drawn from all codes, not given."""
     p = context_law(VOCAB, 0)
 
@@ -187,7 +187,7 @@ def test_a_misreported_law_is_seen(redraw):
     assert total_variation(distribution, plain_law(p, VOCAB, LENGTH)) > 1e-3
 
 
-def test_a_redraw_that_ignores_the_old_law_is_seen(monkeypatch):
+def test_control_redraw(monkeypatch):
     """A draft kept by the coupling, or else drawn from the whole new law instead of the residual."""
     p = context_law(VOCAB, 0)
     drafter = Jacobi(WIDTH, "maximal")
@@ -304,7 +304,7 @@ def test_gumbel_windows_keep_the_law(start, seed):
     assert total_variation(distribution, plain_law(p, VOCAB, 6)) < 1e-12
 
 
-def test_numbers_that_move_to_another_position_are_seen():
+def test_control_moved_numbers():
     p = context_law(VOCAB, 0)
     distribution = positional_law(Jacobi(WIDTH, "gumbel"), p, 6, late=True)
     assert abs(float(distribution.sum()) - 1) < 1e-12
@@ -320,7 +320,7 @@ def test_a_front_keeps_the_law(start, levels, unwarped):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_front_that_reports_the_law_of_the_window_is_seen(late, unwarped, monkeypatch):
+def test_control_front_reports_window(late, unwarped, monkeypatch):
     p, head = context_law(VOCAB, 0), SimpleNamespace(levels=1, law=context_law(VOCAB, 3))
     finish = Front.finish
 
@@ -334,7 +334,7 @@ def test_a_front_that_reports_the_law_of_the_window_is_seen(late, unwarped, monk
     assert total_variation(distribution, plain_law(p, VOCAB, 6)) > 1e-3
 
 
-def test_a_place_that_keeps_its_token_ends_a_front():
+def test_front_ends_at_kept_token():
     """Rows: kept at once; changed, mixed and kept; changed where the window has no distribution. 0.6 for the head."""
     window_BWV = torch.tensor([0.9, 0.1]).repeat(3, 3, 1).log()
     window_BWV[1, 0] = window_BWV[1, 0].flip(0)
@@ -349,7 +349,7 @@ def test_a_place_that_keeps_its_token_ends_a_front():
     assert front.finish().value.tolist() == [[0, 0, 0, 0], [0, 1, 0, 0], [0, 1, 1, 1]] and front.finish().q is None
 
 
-def test_a_front_mixes_laws_without_a_token_in_common():
+def test_front_of_disjoint_laws():
     logp = torch.tensor([[[0.0, float("-inf")]]])
     tokens, noise = torch.zeros(1, 1, dtype=torch.long), Positional([(0.0, 1.0)], False)
     window = Window(tokens, logp.exp(), noise, logp, logp[..., 0] == 0)
@@ -359,6 +359,6 @@ def test_a_front_mixes_laws_without_a_token_in_common():
 
 
 @pytest.mark.parametrize("options", [{"window": 0}, {"redraw": "other"}, {"start": "below"}])
-def test_bad_options_are_refused_in_a_sentence(options):
+def test_bad_options(options):
     with pytest.raises(ValueError, match=r"^(window|redraw|start): got .*, expected "):
         Jacobi(**options)

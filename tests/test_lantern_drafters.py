@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 import visspec
 from tests import tiny_images as tiny
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.image_cases import TEXTS, llamagen, llamagen_model
 from tests.published import Weights, attended, mlp
 from visspec import registry
@@ -206,7 +206,7 @@ def test_the_network_is_the_described_one(name, guidance, tmp_path):
 @pytest.mark.parametrize("shape", ["1-1-1", "2-5-6"])
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.inference_mode()
-def test_reported_distributions_are_the_described_ones(name, shape, tmp_path):
+def test_reported_distributions(name, shape, tmp_path):
     """Of chains and of trees without replacement: that of each first child, given what was drawn above it."""
     it = Described(name, tmp_path / "d", rule=Rejection(), temperature=1.0, tree="static", shape=shape)
     draft = it.used.propose(it.state, 3)
@@ -230,7 +230,7 @@ SHAPES["window"] = ":window=6"
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", [*CONFIGS, "lumina"])
-def test_exact_draws_what_plain_decoding_draws(name, temperature, tmp_path):
+def test_exact_equals_plain(name, temperature, tmp_path):
     """Chains and trees, with guidance and without, three ragged rows that end in different rounds."""
     pipe, folder = pipeline(name), published("anole" if name == "lumina" else name, tmp_path / "d")
     want = drawn(pipe, None, temperature=temperature)
@@ -265,7 +265,7 @@ def lumina(folder):
     return model
 
 
-def test_lumina_loads_as_the_stock_class_and_takes_a_drafter(tmp_path):
+def test_lumina_with_drafter(tmp_path):
     with torch.inference_mode(False):
         want, found = lumina(tmp_path / "m"), load_lumina(tmp_path / "m")
     ids = torch.arange(4, 20)[None]
@@ -303,18 +303,18 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_another_target_or_form_is_refused_in_a_sentence(what, tmp_path):
+def test_other_target_or_form_refused(what, tmp_path):
     name, config, change, message = REFUSED[what]
-    with one_sentence(message):
+    with raises_line(message):
         registry.drafter(str(published(name, tmp_path / "d", change, **config)), llamagen_model("caption"))
 
 
-def test_a_target_of_text_is_refused_in_a_sentence(tmp_path):
+def test_text_target_refused(tmp_path):
     with pytest.raises(ValueError, match="target ChameleonForConditionalGeneration, expected that of an ImagePipeline"):
         visspec.accelerate(tiny.chameleon(), str(published("anole", tmp_path / "d")))
 
 
-def test_a_pipeline_is_saved_with_the_files_of_its_drafter(tmp_path):
+def test_saved_with_drafter_files(tmp_path):
     spec = f"{published('anole', tmp_path / 'd')}:tree=dynamic,width=3"
     saved = saving._drafter_entry(spec, tiny.chameleon(), None, tmp_path / "s")
     assert saved == {"folder": "drafter", "options": "tree=dynamic,width=3"}
@@ -324,5 +324,5 @@ def test_a_pipeline_is_saved_with_the_files_of_its_drafter(tmp_path):
 
 
 def test_chameleons_other_layer_is_refused(tmp_path):
-    with one_sentence("swin_norm"):
+    with raises_line("swin_norm"):
         registry.drafter(str(published("anole", tmp_path / "d", swin_norm=True)), tiny.chameleon())

@@ -128,7 +128,7 @@ def test_wrong_rules_are_seen(kind, options, at_least):
 # Noise: the choices that the enumeration takes for granted.
 
 
-def test_choices_share_the_noise_of_their_position():
+def test_choices_share_noise():
     generators = [torch.Generator().manual_seed(s) for s in (1, 2)]
     noise = Gumbel(generators, V)
     window = noise.window(3)
@@ -144,7 +144,7 @@ def test_choices_share_the_noise_of_their_position():
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(0, 40))
-def test_noise_does_not_depend_on_how_it_is_consumed(steps, peek):
+def test_noise_by_position(steps, peek):
     whole = Gumbel([torch.Generator().manual_seed(7)], 3).window(sum(steps) + 1)[0]
     noise, at = Gumbel([torch.Generator().manual_seed(s) for s in (6, 7)], 3), 0
     noise.select([1])

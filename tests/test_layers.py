@@ -143,7 +143,7 @@ def test_families_do_not_import_each_other():
     ("mar", "visspec.models.var.network.VAR"), ("scales", "visspec.models.var.network.VAR"),
     ("attention", "visspec.models.decoder.target.HFDecoder"), ("llamagen", "visspec.models.randar.layout.X"),
 ])  # fmt: skip
-def test_the_table_of_families_forbids_something(room, path):
+def test_control_table_of_families(room, path):
     assert families_apart(room, path.split("."))
 
 
@@ -179,7 +179,7 @@ def asked(call):
         yield name, ast.unparse(call.args[0]).split(".")[-1].split("(")[0]
 
 
-def test_drafters_rules_and_targets_declare_what_they_are():
+def test_declared_traits():
     """Nothing above `models/` asks for an attribute that one may have: traits say it, base classes do nothing."""
     found = []
     for file, parts in sources():
@@ -281,7 +281,7 @@ HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
 }
 
 
-def test_host_copies_are_where_they_should_be():
+def test_host_copies_per_round():
     """A copy from pageable memory waits for the device, and no count of reads shows it."""
     files = [ROOT / "visspec" / f"{n}.py" for n in (*CORE, "loop/safe_drafter", "grammar", "loop/out_of_order")]
     for folder in "attention runner drafting decoder lookup eagle block jacobi distilled lowres".split():
@@ -290,7 +290,7 @@ def test_host_copies_are_where_they_should_be():
     assert callers(files, copies.__contains__) == HOST_COPIES
 
 
-def test_nothing_loads_under_a_top_level_name():
+def test_no_top_level_imports():
     """Of ours all is visspec.<name>, and transformers finds no `kernels` of ours."""
     for name in ("api.text.accelerate", "models.decoder.target", "kernels", "io.images"):
         importlib.import_module(f"visspec.{name}")
@@ -359,7 +359,7 @@ def test_one_synchronisation_a_round(name, kind, options, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 5}], ids=["greedy", "sampled"])
-def test_one_synchronisation_a_round_of_recorded_passes(options, monkeypatch):
+def test_one_synchronisation_per_round(options, monkeypatch):
     for shape, drafter in itertools.product(("one", "ragged"), (Chain, Fixed)):
         with monkeypatch.context() as patch:
             patch.setattr(buffer_pool, "MIN_NEW_TOKENS", 1)

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig
 
 from tests import tiny_images
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.layouts import chameleon_vq_names, filled, gpt_names
 from tests.test_image_nets import LOADERS
 from visspec.api.images.pipeline import ImagePipeline
@@ -28,7 +28,7 @@ from visspec.models.published_tensors import Weights, rename
 def test_janus_without_ids(tmp_path):
     model = copy.deepcopy(tiny_images.janus())
     model.generation_config = GenerationConfig()
-    with one_sentence("got no bos_token_id, pad_token_id, generation_kwargs=.*Set model.generation_config = Generat"):
+    with raises_line("got no bos_token_id, pad_token_id, generation_kwargs=.*Set model.generation_config = Generat"):
         ImagePipeline(model, None)
     ids = {"bos_token_id": 1, "pad_token_id": 0}
     model.generation_config = GenerationConfig(**ids)
@@ -38,10 +38,10 @@ def test_janus_without_ids(tmp_path):
         ImagePipeline(model, None)
     model.generation_config = GenerationConfig(**ids, generation_kwargs={"boi_token_id": 3})
     pipe = ImagePipeline(model, None)
-    with one_sentence("processor: got None, expected that of janus"):
+    with raises_line("processor: got None, expected that of janus"):
         pipe("a red cube")
     for name in ("emu3", "glm_image", "chameleon"):  # other families, too
-        with one_sentence(f"processor: got None, expected that of {name}"):
+        with raises_line(f"processor: got None, expected that of {name}"):
             ImagePipeline(getattr(tiny_images, name)(), None)("a red cube", output_type="latent")
     with pytest.raises(ValueError, match="processor: got NoneType, expected a processor of transformers to save"):
         pipe.save_pretrained(tmp_path / "out")
@@ -55,7 +55,7 @@ def test_janus_without_ids(tmp_path):
 
 
 @pytest.mark.parametrize("layout", LOADERS)
-def test_values_that_are_no_weights_are_refused_by_name(tmp_path, layout):
+def test_non_weights_refused(tmp_path, layout):
     names, load = LOADERS[layout]
     file, tensors = tmp_path / "model.safetensors", filled(names())
     ends = "mid.0.conv1.weight", "mid.block_1.conv1.weight", "wo.weight"
@@ -66,7 +66,7 @@ def test_values_that_are_no_weights_are_refused_by_name(tmp_path, layout):
     whole = (10 * tensors[name]).to(torch.int8)
     for value, words in ((broken, "not finite"), (endless, "not finite"), (whole, "dtype int8, expected float32")):
         save_file(tensors | {name: value}, file)
-        with one_sentence(f"{re.escape(repr(name))}.*{words}"):
+        with raises_line(f"{re.escape(repr(name))}.*{words}"):
             load(file)
     half = {n: t.to(torch.bfloat16) for n, t in tensors.items()}
     save_file(half, file)
@@ -86,7 +86,7 @@ def test_wrappers_are_taken_off(tmp_path, prefix):
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in tensors.items())
 
 
-def test_compiled_parts_within_a_model_are_unwrapped(tmp_path):
+def test_compiled_parts_unwrapped(tmp_path):
     tensors = filled(chameleon_vq_names())
     wrapped = {n.replace("encoder.", "encoder._orig_mod."): t for n, t in tensors.items()}
     save_file(wrapped, tmp_path / "a.safetensors")
@@ -101,7 +101,7 @@ def test_two_sets_of_weights_are_refused(tmp_path):
     tensors = filled(gpt_names(False))
     file = tmp_path / "a.safetensors"
     save_file({**tensors, **{f"ema.{n}": t + 1 for n, t in tensors.items()}}, file)
-    with one_sentence(r"averaged weights \(.*\) beside others"):
+    with raises_line(r"averaged weights \(.*\) beside others"):
         layouts_llamagen.load_llamagen(file, 4, 4)
 
 
@@ -126,7 +126,7 @@ def filed(tensors):
 
 
 @pytest.mark.parametrize("form", filed({}))
-def test_averaged_weights_are_taken_where_a_file_holds_both(tmp_path, form):
+def test_prefers_averaged_weights(tmp_path, form):
     tensors, out = filled(gpt_names(False)), tmp_path / "out.safetensors"
     convert(pickled(tmp_path, filed(tensors)[form]), out)
     found = load_file(out)
@@ -146,7 +146,7 @@ def test_averaged_weights_alone_are_written(tmp_path):
 
 
 @pytest.mark.parametrize("folder", [False, True])
-def test_pickles_are_rewritten_with_what_lies_beside_them(tmp_path, folder, capsys):
+def test_converted_with_other_files(tmp_path, folder, capsys):
     home, out = tmp_path / "home", tmp_path / "out"
     home.mkdir()
     (home / "config.json").write_text("{}")
@@ -168,7 +168,7 @@ class Harmful:
     ({"model": Harmful()}, "its pickle asks for print, which is not run"), ([1, 2], "path: "), ({"steps": 1}, "path: "),
     (b"junk", "path: "), (b"", "EOFError"), (None, "does not exist"),
 ])  # fmt: skip
-def test_a_refused_pickle_brings_no_advice_to_run_it(tmp_path, content, words, capsys):
+def test_pickle_error_gives_no_unsafe_advice(tmp_path, content, words, capsys):
     path = tmp_path / "bad.pt"
     if isinstance(content, bytes):
         path.write_bytes(content)
@@ -184,7 +184,7 @@ def test_a_refused_pickle_brings_no_advice_to_run_it(tmp_path, content, words, c
 
 
 @torch.no_grad()
-def test_a_table_without_a_null_class_is_not_guided(tmp_path, monkeypatch):
+def test_no_null_class_no_guidance(tmp_path, monkeypatch):
     """Its last class is a class like any other, not what stands for none."""
     tensors = filled(gpt_names(False), 0.3)
     file = tmp_path / "a.safetensors"
@@ -203,7 +203,7 @@ def test_a_table_without_a_null_class_is_not_guided(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("rows, null", [(1001, True), (1000, False)])
-def test_tables_of_imagenet_are_told_by_their_rows(rows, null):
+def test_imagenet_table_by_rows(rows, null):
     tensors = filled(gpt_names(False) | {"cls_embedding.embedding_table.weight": (rows, 32)})
     config = layouts_llamagen.config_of(Weights("x", rename(tensors, ())), 4, 4)
     assert (config.classes, config.null_class) == (1000, null)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from tests.doubles import ProductRows, one_sentence
+from tests.doubles import ProductRows, raises_line
 from tests.tiny_images import included_folder
 from visspec import ImagePipeline, registry
 from visspec.cli import bench_image
@@ -60,7 +60,7 @@ def test_prompts_are_names_of_classes(pipe):
     assert out.images[0].size == (32, 32)
     assert pipe.family.default_guidance == 2.0 and len(labels) == 156
     for text in ("a photo of a dog", "156", ""):
-        with one_sentence(r"^prompt: got .*expected"):
+        with raises_line(r"^prompt: got .*expected"):
             pipe(text)
 
 
@@ -87,7 +87,7 @@ def test_batch_changes_no_bit(written, drafted, invariant):
     assert not invariant or all(map(torch.equal, together, alone))
 
 
-def test_presets_have_the_drafter_of_the_painter():
+def test_presets_use_painter_drafter():
     assert registry.preset("coupled", "vectors").drafter == "mar"
     known = ImagePipeline.from_pretrained("painter-mar")
     assert known.setup(**registry.preset("coupled", "vectors").method).name == "painter-mar-drafter"
@@ -201,7 +201,7 @@ REFUSED = [
 @pytest.mark.parametrize("options,message", REFUSED)
 def test_refused_before_work(pipe, options, message, monkeypatch):
     monkeypatch.setattr(pipe.model.mar, "forward", None)
-    with one_sentence(f"^{message}"):
+    with raises_line(f"^{message}"):
         drawn(pipe, **options())
 
 

@@ -106,7 +106,7 @@ def by_hand(model, values, order, count, label, x, t, guidance, scale, plan):
 @torch.no_grad()
 @pytest.mark.parametrize("guidance, kind", [(1.0, "linear"), (2.9, "linear"), (2.9, "constant")])
 @pytest.mark.parametrize("predicts", ["noise", "velocity"])
-def test_every_node_has_the_law_of_its_prefix(model, guidance, kind, predicts):
+def test_law_of_nodes(model, guidance, kind, predicts):
     torch.manual_seed(0)
     plan = replace(PLAN, predicts=predicts)
     target = MARTarget(MARImages(model, plan=plan, scale=kind))

@@ -56,7 +56,7 @@ def test_known_answers_are_copied(captioner, inputs):
     assert first > 0 and len(asked) == first
 
 
-def test_copies_pay_where_the_trained_drafter_does_not():
+def test_copies_pay():
     policy = AdaptiveLength(8)
     policy.copies, policy.rounds = 16, 99
     costs = policy.at()
@@ -69,7 +69,7 @@ def test_copies_pay_where_the_trained_drafter_does_not():
         assert (state.worth([1.0, 1.3, 1.4, 1.5]) > 1) == (accepted == 1)
 
 
-def test_the_trained_drafter_is_asked_where_nothing_repeats():
+def test_trained_drafter_without_repeats():
     model, inputs = model_of("llama"), prompt("llama", shapes("llama")["ragged"])
     answers = model.generate(**inputs, max_new_tokens=16, do_sample=False)[:, inputs["input_ids"].shape[1] :]
     fast = visspec.accelerate(model, MergedDrafter(Oracle(answers.tolist())))

@@ -143,7 +143,7 @@ def test_a_mistake_is_a_sentence(line, files, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("line", MISSING)
-def test_a_package_that_is_missing_is_a_sentence(line, files, capsys, monkeypatch):
+def test_missing_package_message(line, files, capsys, monkeypatch):
     monkeypatch.chdir(files)
     monkeypatch.setitem(sys.modules, MISSING[line], None)
     said = refused(capsys, *shlex.split(line.replace("{}", str(files))))
@@ -174,7 +174,7 @@ def test_out_may_be_one_picture(folder, tmp_path):
         assert Image.open(tmp_path / name).format == kind
 
 
-def test_warnings_look_like_the_command_s_own(monkeypatch, capsys):
+def test_warning_format(monkeypatch, capsys):
     monkeypatch.setattr("visspec.cli.doctor.report", lambda: warnings.warn("the disk is full", stacklevel=1) or "fine")
     monkeypatch.setattr(warnings, "showwarning", warnings._showwarning_orig)
     with warnings.catch_warnings():

@@ -9,7 +9,7 @@ import transformers as tf
 
 import visspec
 from tests import sweep, tiny_classes
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from visspec.models.decoder.target import HFDecoder
 
 PAGE = (Path(__file__).resolve().parents[1] / "docs" / "models.md").read_text()
@@ -64,7 +64,7 @@ COVERED |= {"Blip2ForConditionalGeneration"}  # by InstructBLIP
 def test_refused_at_once(name):
     model = tiny_classes.tiny_model(name)
     for _ in range(2):  # asked, then known
-        with one_sentence(re.escape(REFUSED[name])):
+        with raises_line(re.escape(REFUSED[name])):
             visspec.accelerate(model, "ngram")
 
 

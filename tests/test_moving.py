@@ -81,7 +81,7 @@ def test_tables_move_with_the_model():
     assert fast.setup.drafter.limits.device.type == fast.device.type == "meta"
 
 
-def test_another_attention_is_looked_at_again():
+def test_attention_change_is_probed():
     fast = visspec.accelerate(llama())
     fast.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="attn_implementation: got 'flash_attention_2'"):
@@ -98,7 +98,7 @@ def test_what_is_set_is_set_on_the_model():
     assert fast.tokenizer == "mine" and not hasattr(fast.model, "tokenizer")
 
 
-def test_a_hook_serves_the_model_that_called_it():
+def test_hook_of_the_calling_model():
     """Two models, one hook, also where the other one calls between the making of what accelerates and its use."""
     inputs, first, second = prompt("llama", ["9"]), llama(seed=1), llama(seed=2)
     expected = [m.generate(**inputs, **GREEDY) for m in (first, second)]

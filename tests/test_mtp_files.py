@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import visspec
 from tests import test_recurrent as hybrids
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.tiny import IMAGE, MROPE, PAD, TEXT, VISION_IDS, built, llama, model_of, packed_pixels
 from visspec.api.text.accelerate import default_drafter
 from visspec.models.decoder import mtp, mtp_layer
@@ -281,7 +281,7 @@ def test_what_is_refused(tmp_path):
     cases += [(sparse, "has minimax_m3_sparse, expected full or sliding attention")]
     cases += [(saved(tmp_path / str(i), model, found), said) for i, (said, found) in enumerate(changed.items())]
     for target, said in cases:
-        with one_sentence(said):
+        with raises_line(said):
             visspec.accelerate(target, "mtp")
         assert not mtp_layer.in_files(target)
     with pytest.raises(ValueError, match="levels: got 0"):

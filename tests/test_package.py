@@ -43,7 +43,7 @@ def packaged() -> set[str]:
     return shown | published | {name for name, row in models if row.target in shown and row.kind not in left_out}
 
 
-def test_the_models_that_readme_names_are_in_the_wheel():
+def test_readme_models_in_wheel():
     readme = (ROOT / "README.md").read_text()
     assert {name for name in included.table().models if f'"{name}"' in readme} <= packaged()
     assert "`models/zoo`" in readme, "where the others are"

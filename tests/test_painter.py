@@ -44,7 +44,7 @@ def test_processors_know_every_prompt(name, world):
     ("painter", "shapes", 32, 7), pytest.param("painter", "shapes", 16, 15, marks=pytest.mark.nightly),
     pytest.param("painter-emoji", "emoji", 20, 4, marks=pytest.mark.nightly),
 ])  # fmt: skip
-def test_painters_draw_what_they_are_asked_for(name, world, every, least):
+def test_painters_follow_prompts(name, world, every, least):
     """Two thirds of the shapes and half of the animals, where chance gives a tenth and a few in a hundred."""
     scenes, pipe = included.scenes(world), ImagePipeline.from_pretrained(name)
     rows, detector, colours = scenes.prompts()[::every], scenes.detector(), DetectedColours()

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests import test_any_order_painter, test_mar_painter, test_scale_painter
-from tests.doubles import altered, one_sentence
+from tests.doubles import altered, raises_line
 from tests.tiny_images import painter_processor
 from visspec import ImagePipeline
 from visspec.api.loading import load_image_model
@@ -65,7 +65,7 @@ def test_tensors_and_types_checked(written, tmp_path, kind):
         (lambda t, c: c.update(model_type=other), f"model_type: got '{other}'"),
     )):  # fmt: skip
         (tmp_path / str(i)).mkdir()
-        with one_sentence(said):
+        with raises_line(said):
             KINDS[kind][2](altered(folder, tmp_path / str(i), change))
 
 
@@ -91,5 +91,5 @@ CHANGES = {
 
 @pytest.mark.parametrize(("kind", "change", "said"), [(kind, *row) for kind, rows in CHANGES.items() for row in rows])
 def test_bad_configurations(written, tmp_path, kind, change, said):
-    with one_sentence(said):
+    with raises_line(said):
         KINDS[kind][2](altered(written[kind][1], tmp_path, change))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import visspec
-from tests.doubles import Careless, Double, chain_of, one_sentence
+from tests.doubles import Careless, Double, chain_of, raises_line
 from tests.tiny import model_of, prompt, shapes
 from visspec import registry, testing
 from visspec.accept.typical import Typical
@@ -97,7 +97,7 @@ def test_registered_drafter(tables, tmp_path, capsys):
     (("drafter", "x", Bigram, "", "poems"), "that needs 'poems'"),
 ])  # fmt: skip
 def test_what_cannot_be_registered(tables, arguments, said):
-    with one_sentence(said):
+    with raises_line(said):
         visspec.register(*arguments)
 
 
@@ -148,7 +148,7 @@ def test_a_preset_of_text(name):
     assert visspec.accelerate(model, "ngram", preset=name).name == "ngram"
 
 
-def test_a_preset_of_a_pipeline_and_of_a_call(folder, tmp_path):
+def test_preset_of_pipeline_and_call(folder, tmp_path):
     asked = {"prompt": "a photo of a red ring", "seed": 1, "output_type": "latent"}
     pipe = visspec.ImagePipeline.from_pretrained(folder)
     before = pipe(**asked)
@@ -165,7 +165,7 @@ def test_a_preset_of_a_pipeline_and_of_a_call(folder, tmp_path):
     assert (stored["drafter"], stored["acceptance"]) == (other.drafter, other.acceptance)
     again = visspec.ImagePipeline.from_pretrained(tmp_path / "saved", preset="plain")
     assert (again.drafter, again.acceptance) == ("none", "exact")
-    with one_sentence("preset: got 'coupld', .* such as coupled, "):
+    with raises_line("preset: got 'coupld', .* such as coupled, "):
         visspec.ImagePipeline.from_pretrained("no/such-model", preset="coupld")
 
 

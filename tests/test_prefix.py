@@ -11,7 +11,7 @@ from transformers import LlavaForConditionalGeneration
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 import visspec
-from tests.doubles import fast, one_sentence
+from tests.doubles import fast, raises_line
 from tests.test_adapters import adapted
 from tests.test_eagle import make
 from tests.tiny import FAMILIES, IMAGE, llama, model_of, prompt, shapes
@@ -304,7 +304,7 @@ def adapters(model):
 
 
 @pytest.mark.parametrize("change", [changes, adapters])
-def test_prompts_of_other_weights_are_not_reused(change):
+def test_other_weights_not_reused(change):
     model = llama(seed=3)
     model = adapted(model) if change is adapters else model
     quick, entries, cache = visspec.accelerate(model, None, adaptive=False), questions("llama", 1)[:2], PrefixCache()
@@ -320,5 +320,5 @@ def test_prompts_of_other_weights_are_not_reused(change):
 
 @pytest.mark.parametrize("room", [-1, True, "1GB"])
 def test_refusals(room):
-    with one_sentence(f"prefix_cache: got {room!r}, expected a number of bytes"):
+    with raises_line(f"prefix_cache: got {room!r}, expected a number of bytes"):
         fast("llama", None).stream([], prefix_cache=room)

@@ -31,7 +31,7 @@ def unnamed_window():
 
 
 @pytest.mark.parametrize("make", [unnamed_window, lambda: gpt_neo(256, 2048)], ids=["unnamed", "as-trained"])
-def test_long_windows_in_a_buffer_are_refused(make):
+def test_long_windows_refused(make):
     refused(make(), "than for the same tokens one by one")
 
 
@@ -43,7 +43,7 @@ def test_coarse_arithmetic_is_no_fault(dtype):
 
 
 @pytest.mark.parametrize(("astray", "supported"), [(1, True), (100, False)])
-def test_half_precision_is_judged_by_several_draws(monkeypatch, astray, supported):
+def test_half_precision_draws(monkeypatch, astray, supported):
     """Rounding is amplified in some draws only; a difference in all of them is a fault."""
     measure, errors = probe._difference, iter(astray * [0.4])
     monkeypatch.setattr(probe, "_difference", lambda *given: (next(errors, measure(*given)[0]), 0.1))
@@ -58,7 +58,7 @@ def test_missing_layers_at_prompt():
         fast.generate(**inputs, max_new_tokens=2, do_sample=False)
 
 
-def test_it_sees_a_node_that_sees_its_sibling(monkeypatch):
+def test_control_sibling_visible(monkeypatch):
     """Control: our own masks, one node off."""
 
     def careless(ancestor, *rest):
@@ -88,7 +88,7 @@ def _picture(model):
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-def test_the_probe_leaves_everything_as_it_was(rope):
+def test_probe_restores_model(rope):
     model = MAKE[rope](attention_dropout=0.5)
     model(torch.arange(5, 55)[None])  # frequencies of a long pass
     model.model.layers[0].register_forward_hook(lambda *_: torch.rand(1) and None)  # a model that draws

@@ -13,7 +13,7 @@ from PIL import Image
 from scipy.stats import chisquare
 
 import visspec
-from tests.doubles import NEW, Hostile, TreeOracle, fast, new_tokens, one_sentence
+from tests.doubles import NEW, Hostile, TreeOracle, fast, new_tokens, raises_line
 from tests.grammars import LONGEST, PACKAGES, SCHEMA, compiled, json_model, json_processor, record, tokenizer
 from tests.tiny import EOS, model_of, prompt, shapes
 from visspec import grammar
@@ -186,7 +186,7 @@ def test_state_that_cannot_be_copied():
     held = Taking()
     held.lock = threading.Lock()
     inputs = prompt("llava", shapes("llava")["ragged"])
-    with one_sentence("^logits_processor: the state of .*Taking can't be copied"):
+    with raises_line("^logits_processor: the state of .*Taking can't be copied"):
         fast("llava", "ngram").generate(**inputs, max_new_tokens=2, logits_processor=[held])
 
 
@@ -219,14 +219,14 @@ def test_captions_of_a_schema(files, tmp_path, capsys):
 def test_grammars_refuse_in_a_sentence(files, captioner, tmp_path, monkeypatch):
     model, grammars = json_model(), schemas.JsonGrammars(tokenizer(), json_model(), "schema")
     for schema in (7, {"type": "nonsense"}):
-        with one_sentence("^schema: This is not a JSON schema, or can't be compiled"):
+        with raises_line("^schema: This is not a JSON schema, or can't be compiled"):
             grammars.options(schema)
-    with one_sentence("^--schema: The model's tokenizer can't write JSON such as "):
+    with raises_line("^--schema: The model's tokenizer can't write JSON such as "):
         schemas.JsonGrammars(captioner[1].tokenizer, captioner[0], "--schema")
-    with one_sentence("^--schema: got .*gone.json, expected a file with a JSON schema"):
+    with raises_line("^--schema: got .*gone.json, expected a file with a JSON schema"):
         caption.read_schema(tmp_path / "gone.json")
     monkeypatch.setitem(sys.modules, "xgrammar", None)
-    with one_sentence("^schema: xgrammar is not installed"):
+    with raises_line("^schema: xgrammar is not installed"):
         schemas.JsonGrammars(tokenizer(), model, "schema")
 
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, GptOssConfig, GptOssForCausalLM
 
 import visspec
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.published import NEW, Weights, begun, check_drafts, dflash_hidden, edges, known, one_round, walked
 from tests.test_assistants import block_assistant, muse_glimmer
 from tests.test_drafter_checkpoints import Largest
@@ -397,7 +397,7 @@ def test_vllm_itself_reads_what_is_written(tmp_path, kind, form, architecture):
         assert {name: own[name] for name in sizes if name in own} == (sizes if kind == "dflash2" else {})
 
 
-def test_states_that_are_read_if_nothing_is_said(tmp_path):
+def test_default_states(tmp_path):
     data, tensors = eagle_3(eagle_config=None)
     model = llama(num_hidden_layers=8)
     drafter, _ = registry.drafter(str(saved(tmp_path / "head", data, tensors)), model)
@@ -498,7 +498,7 @@ def test_hub_ids_that_cannot_be_read(cache, monkeypatch):
             raise error  # noqa: B023
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", raised)
-        with one_sentence(said):
+        with raises_line(said):
             registry.drafter("no/where", model_of("llava"))
 
 
@@ -874,7 +874,7 @@ def test_forms_that_cannot_hold_a_drafter(tmp_path, made, form, sentence):
         drafter = make("llava", made)
     else:
         drafter, _ = registry.drafter(str(saved(tmp_path / "head", *made())), model_of("llava"))
-    with one_sentence(re.escape(sentence)):
+    with raises_line(re.escape(sentence)):
         drafter.export(tmp_path / "x", form, "somewhere/target")
     assert not (tmp_path / "x").exists()
 
@@ -969,15 +969,15 @@ def test_what_is_said_of_another_checkpoint(tmp_path, layout, entries, tensors, 
         entries = {"dflash_config": data["dflash_config"] | entries}
     weights = {name: value for name, value in (weights | tensors).items() if value is not None}
     folder, model = saved(tmp_path / "head", data | entries, weights), model_of("llava")
-    with one_sentence(re.escape(sentence)), Largest() as largest:
+    with raises_line(re.escape(sentence)), Largest() as largest:
         registry.drafter(named(folder, options), model)
     assert largest.found < 200 or sentence.startswith(LATE)
 
 
-def test_a_head_for_text_and_one_for_pictures(tmp_path):
+def test_heads_for_text_and_pictures(tmp_path):
     registry.drafter(str(saved(tmp_path / "text", *eagle_2())), llama())
     registry.drafter(str(saved(tmp_path / "part", *eagle_3(target_model_type="llama"))), model_of("llava"))
-    with one_sentence("is a ViSpec head"):
+    with raises_line("is a ViSpec head"):
         registry.drafter(str(saved(tmp_path / "vispec", *vispec())), llama())
 
 
@@ -996,7 +996,7 @@ def test_prefixes_of_wrappers_are_left_out(tmp_path, layout, prefix):
         assert torch.equal(a, b)
     if prefix == "model.":
         both = wrapped | {"fc.weight": tensors["fc.weight"].clone()}
-        with one_sentence("with and without 'model.'"):
+        with raises_line("with and without 'model.'"):
             registry.drafter(str(saved(tmp_path / "both", data, both)), model)
 
 
@@ -1086,14 +1086,14 @@ def test_nvidia_layer_ids(tmp_path, make_model):
         check_drafter(spec, model, inputs, NEW, compile=True)
 
 
-def test_sentences_name_tensors_as_the_file_does(tmp_path):
+def test_errors_use_file_names(tmp_path):
     for (data, tensors), name in ((eagle_3(), "midlayer.hidden_norm.weight"), (z_lab(), "hidden_norm.weight")):
         rest = {key: value for key, value in tensors.items() if key != name}
         for changed, sentence in (
             (rest, f"lacks tensor '{name}'"), (rest | {name: torch.ones(3)}, f"tensor '{name}' of .* has shape"),
             (rest | {name: torch.full((D,), torch.nan)}, f"tensor '{name}' of .* has values that are not finite"),
         ):  # fmt: skip
-            with one_sentence(sentence):
+            with raises_line(sentence):
                 registry.drafter(str(saved(tmp_path / name, data, changed)), model_of("llava"))
 
 

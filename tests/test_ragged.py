@@ -145,7 +145,7 @@ def test_what_a_gpu_runs_equals_the_mask(heads, keys, size, nodes):
     assert told_by.name == TREE and float((found.float() - wanted).abs().max()) < 2e-2
 
 
-def test_padding_inside_a_prompt_takes_the_mask(on):
+def test_padding_inside_prompt(on):
     model, inputs = model_of("llama"), prompt("llama", ["9", "9"])
     inputs["attention_mask"][:, 4:6] = 0
     expected = new_tokens(model.generate(**inputs, **GREEDY), inputs)

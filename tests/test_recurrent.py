@@ -302,7 +302,7 @@ def test_rows_of_a_draft_are_one_chunk(monkeypatch):
         assert sizes[-3:] == [size] * 3
 
 
-def test_windows_behind_trees_that_take_too_much_memory(monkeypatch):
+def test_windows_beyond_memory_limit(monkeypatch):
     """Short convolutions: such trees are replayed, the chains between them are not."""
     monkeypatch.setattr(recurrent, "MOST_BYTES", 0)
     monkeypatch.setattr(recurrent, "MOST", 3)

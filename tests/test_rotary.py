@@ -123,7 +123,7 @@ def test_weights_on_a_disk():
         assert new_tokens(fast.generate(**inputs, max_new_tokens=NEW, do_sample=False), inputs) == expected
 
 
-def test_ids_of_content_may_be_named_by_a_part():
+def test_content_ids_of_parts():
     config = tf.LlavaConfig(text_config=tf.LlamaConfig(**TEXT), image_token_index=90)
     config.vision_config.video_token_id = 91
     config.audio_config = tf.PretrainedConfig(audio_token_id=92)

@@ -205,7 +205,7 @@ def test_best_depth(levels, seed):
     assert length_policy.best(levels)[0] == max(pays, key=speed.__getitem__, default=0)
 
 
-def test_a_rest_doubles_and_ends_with_success():
+def test_rests_double():
     length_policy = to_device(AdaptiveLength(2), [Round(2, [1], [True])] * 50 + [Round(0, [1], [False])], draft=1.0)
     costs, first = length_policy.at(), draft_length.FIRST_REST
     costs.next_probe, length_policy.overhead = 1000, 0.0
@@ -239,7 +239,7 @@ def test_threads_share_a_pace(hurried):
     assert all(k <= t <= o for k, t, o in zip(seen.accepted, seen.attempts, seen.reached))
 
 
-def test_a_pace_is_copied_with_what_it_learned():
+def test_policy_copy_keeps_costs():
     length_policy = to_device(AdaptiveLength(3), [Round(3, [2], [True])] * 9)
     for other in (copy.deepcopy(length_policy), pickle.loads(pickle.dumps(length_policy))):
         assert other.accepted == length_policy.accepted and other.rounds == 9

@@ -71,7 +71,7 @@ def test_strict_typical_is_rejection():
     assert float(b.drift.sum()) == 0.0
 
 
-def test_a_node_at_the_threshold_is_plausible():
+def test_threshold_is_inclusive():
     p = torch.tensor([[[0.25, 0.5, 0.125, 0.125, 0.0, 0.0]] * 4])
     draft = drafted(torch.tensor([[0, 0, 1, 2]]), tree.static((-1, 0, 0, 0)))
     assert Typical(0.25, 1e9).mass(draft, p)[0, 1:].tolist() == [1, 1, 0]
@@ -85,7 +85,7 @@ def test_threshold_of_parent():
     assert mass[0, 1:].tolist() == [1, 1, 0]
 
 
-def test_cool_decays_from_the_second_level_on():
+def test_cool_decay():
     p = distributions(4)[0].expand(1, 4, V)
     draft = drafted(torch.tensor([[0, 1, 2, 3]]), tree.chain(3))
     excess = Cool(omega=1.5, nu=0.5).mass(draft, p) / p[0, 0, draft.value]
@@ -111,7 +111,7 @@ def test_coins_belong_to_position_and_rank():
     assert noise.accept_uniforms(shape)[0].tolist() == [[0, 0, 1, width, width + 1, width + 2, width]]
 
 
-def test_siblings_beyond_the_last_coin_share_it():
+def test_siblings_share_last_coin():
     """None of them is judged by the number that draws the residual."""
     noise = AcceptanceNoise.of(torch.arange(2 * (SIBLINGS + 2)).view(1, 2, -1).float())
     uniforms, residual_draw = noise.accept_uniforms(tree.static((-1, *[0] * (SIBLINGS + 3))))

@@ -170,7 +170,7 @@ NODES = {  # of a prefix of 9 ids and drafts of 3 levels: lengths 9 to 12
 
 @pytest.mark.parametrize("name", NODES)
 @pytest.mark.parametrize("least", range(9, 15))
-def test_nodes_are_scored_together_as_one_by_one(name, least):
+def test_nodes_scored_in_batches(name, least):
     processor = NODES[name](least)
     node_processor = at_any_prefix(processor, torch.zeros(1, 8))
     assert isinstance(node_processor, NodeProcessor)

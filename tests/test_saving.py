@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import visspec
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.test_assistants import block_assistant, muse_glimmer
 from tests.test_assistants import prompt as text_prompt
 from tests.test_eagle_heads import make
@@ -112,7 +112,7 @@ def test_settings_of_others_are_not_believed(tmp_path, change, sentence):
     visspec.accelerate(model_of("llava"), make("llava", "eagle3"), levels=3).save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "visspec.json").read_text())
     (tmp_path / "visspec.json").write_text(json.dumps(settings | change))
-    with one_sentence(re.escape(sentence)):
+    with raises_line(re.escape(sentence)):
         visspec.Accelerated.from_pretrained(tmp_path)
 
 

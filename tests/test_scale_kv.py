@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.test_scales import SCALES, images, network, plain, vae
 from visspec.models.scales import kv_budget as scale_kv
 from visspec.models.scales.kv_budget import BudgetedCache, CacheBudget, attention, centres, pool_scores, selectivity
@@ -149,7 +149,7 @@ def test_attention_pooling():
 
 
 @torch.no_grad()
-def test_selectivity_is_that_of_the_attention(model):
+def test_selectivity_by_attention(model):
     """With all earlier tokens counted, the two shares are one together; and by hand at one place."""
     classes = torch.tensor([1, 4, 0])
     whole = selectivity(model, vae().quantize, classes, torch.Generator().manual_seed(0), share=1.0)
@@ -176,7 +176,7 @@ def test_selectivity_is_that_of_the_attention(model):
     assert torch.equal(found, again)
 
 
-def test_tokens_are_shared_out_within_the_budget():
+def test_budget_allotment():
     torch.manual_seed(0)
     said = torch.rand(5, len(LONG))
     said[3, 3], said[1, 4] = -5.0, -5.0  # the drafters
@@ -214,5 +214,5 @@ def checked(*row):
     ],
 )  # fmt: skip
 def test_wrong_budgets_are_refused(make, words):
-    with one_sentence(words):
+    with raises_line(words):
         make()

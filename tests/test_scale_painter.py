@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import GenerationConfig
 
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from visspec import ImagePipeline, registry
 from visspec.cli import bench_image
 from visspec.cli.main import main
@@ -64,7 +64,7 @@ def test_prompts_are_names_of_classes(pipe):
     assert not torch.equal(named, out.tokens[0])
     assert torch.equal(pipe("1", seed=3, output_type="latent", negative_prompt="").tokens[0], out.tokens[0])
     for name, text in (("prompt", "a photo of a dog"), ("prompt", "4"), ("prompt", ""), ("negative_prompt", "a dog")):
-        with one_sentence(f"^{name}: got .*expected"):
+        with raises_line(f"^{name}: got .*expected"):
             pipe(**{"prompt": "1"} | {name: text})
 
 
@@ -100,7 +100,7 @@ def test_a_painter_is_a_refiner(pipe):
     ({"budget": float("nan")}, "budget: got nan, expected a share"),
 ])  # fmt: skip
 def test_wrong_parts_refused(pipe, parts, said):
-    with one_sentence(said):
+    with raises_line(said):
         pipe.with_parts(parts)
 
 
@@ -133,7 +133,7 @@ def test_a_painters_folder_is_a_drafter(pipe, written, rule):
 
 def test_a_drafter_of_other_codes_is_refused(pipe, tmp_path):
     fresh(1, codebook=8).save_pretrained(tmp_path)
-    with one_sentence(r"^drafter: got a model with another codebook, expected the model's 64"):
+    with raises_line(r"^drafter: got a model with another codebook, expected the model's 64"):
         pipe(PROMPTS[0], drafter=str(tmp_path))
 
 
@@ -197,7 +197,7 @@ def test_the_shipped_pair_draws_in_every_way(included):
 
 
 @shipped
-def test_presets_of_scales_on_the_command_line(included, tmp_path, capsys):
+def test_scale_presets_on_command_line(included, tmp_path, capsys):
     labels = included.family.labels
     for preset in ("code", "scalekv", "repaired"):
         command = ["generate", labels[0], "--model", "painter-var", "--preset", preset, "--seed", "1"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.distributions import chi_square
-from tests.doubles import generators, one_sentence
+from tests.doubles import generators, raises_line
 from tests.test_var_nets import TINY, Published
 from visspec import ImagePipeline
 from visspec import tree as trees
@@ -122,7 +122,7 @@ def cut(logits, temperature, top_k, top_p):
 
 @torch.no_grad()
 @pytest.mark.parametrize("guidance, ramp", [(1.0, "linear"), (2.5, "linear"), (2.5, "constant")])
-def test_every_node_has_the_law_of_its_scales(model, guidance, ramp):
+def test_law_of_nodes(model, guidance, ramp):
     """Rows at different scales, chains of drafts."""
     torch.manual_seed(0)
     target = ScaleTarget(VARImages(model, codec=vae(), ramp=ramp))
@@ -298,7 +298,7 @@ def test_wrong_compositions_are_refused(model):
         ("reads hidden states", lambda: family.make_target(DrafterTraits(feature_layers=(1,)), False)),
         ("compile: got True", lambda: family.make_target(DrafterTraits(), True)),
     ):  # fmt: skip
-        with one_sentence(words):
+        with raises_line(words):
             make()
 
 
@@ -351,5 +351,5 @@ def test_var_refuses_what_it_can_not_draw(model):
         ({"order": "islands"}, "order: got RejectedRegions for Categorical, expected raster or"),
         ({"drafter": "jacobi"}, "drafter: Jacobi drafts for Categorical distributions, expected Maps"),
     ):
-        with one_sentence(words):
+        with raises_line(words):
             pipe(**{"prompt": "1", "seed": 0, "output_type": "latent"} | change)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import visspec
-from tests.doubles import NEW, fast, one_sentence, opened
+from tests.doubles import NEW, fast, opened, raises_line
 from tests.image_cases import made
 from tests.registry_cases import janus_pair
 from tests.tiny import llama, model_of, prompt, shapes
@@ -36,7 +36,7 @@ def test_shared_between_requests(name):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["llama", "qwen2_vl", "gemma2"])
-def test_all_layers_draft_what_the_target_says(family):
+def test_all_layers_equal_target(family):
     """Without a layer left out the chain's laws are those of a pass over it, and the cache's rows stay."""
     for shape in ("one", "ragged"):
         target, state, _ = opened(family, shapes(family)[shape])
@@ -103,7 +103,7 @@ def test_layer_choice():
     assert all(0 < len(skip) < 8 for skip in candidates(8)) and candidates(1) == []
 
 
-def test_options_that_make_no_sense_are_refused():
+def test_bad_options():
     for name, said in (
         ("recycling:nodes=0", "nodes must be at least 1"),
         ("context:levels=0", "levels must be at least 1"),
@@ -112,7 +112,7 @@ def test_options_that_make_no_sense_are_refused():
         ("layers:every=1", "exit: got 0 with every 1"),
         ("layers:every=2,exit=1", "every: got 2 with exit 1"),
     ):
-        with one_sentence(said):
+        with raises_line(said):
             visspec.accelerate(model_of("llama"), name)
     for option, most in (("width", 32), ("nodes", 1023)):
         with pytest.raises(ValueError, match=rf"^{option}: got 100000, expected a whole number from 1 to {most}\.$"):

@@ -283,7 +283,7 @@ def test_answers_of_a_schema(captioner, monkeypatch):
     ({"type": "object", "required": ["a"], "properties": {"b": {}}}, '{"b": 1}'),
     ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1, 1]"),
 ])  # fmt: skip
-def test_answers_are_validated_where_the_grammar_passes_over_a_keyword(schema, broken):
+def test_answers_validated_by_schema(schema, broken):
     """Each is a schema whose grammar allows what the schema does not."""
     xgrammar = pytest.importorskip("xgrammar")
     grammars = JsonGrammars(json_processor().tokenizer, json_model(), "schema")
@@ -412,7 +412,7 @@ def test_clients_that_leave_and_a_full_queue(endless, pictures):
         until(lambda: not running.text.running)
 
 
-def test_a_failed_pass_costs_the_rows_that_ran(captioner, pictures, monkeypatch):
+def test_failed_pass_fails_its_rows(captioner, pictures, monkeypatch):
     with Running(captioner) as running:
         target, faults = running.fast.target, [RuntimeError("made up")]
         verify = target.verify
@@ -489,7 +489,7 @@ def test_many_clients_at_once(clients, requests, captioner, pictures):
 
 
 @pytest.mark.slow
-def test_command_ends_with_zero_after_sigterm(captioner, pictures, tmp_path):
+def test_sigterm_exit_code(captioner, pictures, tmp_path):
     """`visspec serve` in a process of its own."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))

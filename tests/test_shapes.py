@@ -7,7 +7,7 @@ import torch
 
 import visspec
 from tests.distributions import context_law
-from tests.doubles import NEW, one_sentence
+from tests.doubles import NEW, raises_line
 from tests.test_eagle import make
 from tests.tiny import llama, model_of, prompt, shapes
 from visspec import registry
@@ -82,7 +82,7 @@ def test_the_rule_of_draws_takes_each_kind():
 # --- static trees -----------------------------------------------------------------------------------------------------
 
 
-def test_eagles_tree_is_what_its_authors_drew():
+def test_eagle_static_tree():
     tree, _ = feature_tree.plan(feature_tree.EAGLE, "cpu")
     assert tree.size - 1 == 25 and tree.depth[0].bincount()[1:].tolist() == [4, 8, 8, 3, 2]
     children = tree.parent[0].clamp(min=0).bincount(minlength=26).tolist()
@@ -165,7 +165,7 @@ BAD = {
 @pytest.mark.parametrize("options", BAD)
 def test_bad_shapes(options, tmp_path):
     make("llama", 0).save_pretrained(tmp_path / "head", {})
-    with one_sentence(BAD[options]):
+    with raises_line(BAD[options]):
         registry.drafter(f"{tmp_path / 'head'}:{options}", model_of("llama"))
 
 

@@ -61,7 +61,7 @@ def test_ideal_by_hand():
     assert found["gap"] == pytest.approx(gap)
 
 
-def test_bootstrap_brackets_the_mean_and_repeats():
+def test_bootstrap_interval():
     rng = random.Random(1)
     ratios = [2.0 * math.exp(rng.gauss(0, 0.2)) for _ in range(64)]
     low, high = speed.bootstrap(ratios)
@@ -90,7 +90,7 @@ def arms_of(log, failing=()):
     return {name: make(name) for name in "abc"}
 
 
-def test_interleave_alternates_after_the_warm_up():
+def test_interleaved_order():
     log = []
     runs, failures = speed.interleave(arms_of(log), list(range(12)), [12, 13])
     assert log[:6] == [(name, p) for p in (12, 13) for name in "abc"], "every arm warms up on other prompts"
@@ -108,7 +108,7 @@ def test_failing_prompts():
     assert all([r.tokens for r in found] == [[[0]], [[2]]] for found in runs.values())
 
 
-def test_the_fastest_arm_of_those_a_model_takes():
+def test_fastest_stock_arm():
     def arm(*seconds):
         left = list(seconds)
 
@@ -125,7 +125,7 @@ def test_the_fastest_arm_of_those_a_model_takes():
         speed.fastest([arm(), arm()], [0])
 
 
-def test_reached_is_the_n_of_acceptance_by_depth():
+def test_acceptance_by_depth_counts():
     """Three levels drafted, 2 tokens gained: depth 1 kept, depth 2 tried, depth 3 not reached. Then all, then none."""
     first = [Round(3, [2], [True])]
     second = [Round(3, [4], [False]), Round(3, [1], [True]), Round(0, [1], [False])]

@@ -7,7 +7,7 @@ import torch
 import transformers as tf
 
 import visspec
-from tests.doubles import NEW, TreeOracle, new_tokens, one_sentence
+from tests.doubles import NEW, TreeOracle, new_tokens, raises_line
 from tests.tiny import (
     BOS,
     EOS,
@@ -30,7 +30,7 @@ from visspec.tree import static
 
 
 def refused(model, sentence):
-    with one_sentence(sentence):
+    with raises_line(sentence):
         visspec.accelerate(model, "ngram")
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import visspec
-from tests.doubles import one_sentence, refused
+from tests.doubles import raises_line, refused
 from tests.tiny import llama
 from visspec import registry
 from visspec.api import loading
@@ -129,7 +129,7 @@ def test_a_model_writes_its_prompts(folder, tmp_path, capsys):
     again = self_prompts.write(model, tokenizer, asked, 4).read_text().splitlines(keepends=True)
     assert again[:2] == lines[:2] and len(set(again)) == 4
     tokenizer.chat_template = None
-    with one_sentence("data: got self for a model without a chat template. Pass a file of prompts."):
+    with raises_line("data: got self for a model without a chat template. Pass a file of prompts."):
         self_prompts.write(model, tokenizer, asked, 4)
 
 

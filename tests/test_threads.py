@@ -61,7 +61,7 @@ def test_eight_threads_on_one_pipeline(times, hurried):
 
 @pytest.mark.parametrize("times", [1, pytest.param(4, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("kind", ["ngram", "features", "tree", "small"])
-def test_eight_threads_on_one_accelerated_model(kind, times, hurried):
+def test_eight_threads(kind, times, hurried):
     model = llava()
     drafter = {
         "ngram": lambda: "ngram",

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from safetensors.torch import save_file
 
 import visspec
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.tiny import model_of, prompt
 from tests.training_processes import pictures
 from visspec import registry
@@ -49,7 +49,7 @@ def target_for(drafter):
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_a_lesson_is_what_one_forward_pass_says(name):
+def test_lesson_equals_forward_pass(name):
     drafter = EagleDrafter.for_model(model_of(name))
     target = target_for(drafter)
     lesson = capture(target, visspec.Exact(), prompts(name)(3))
@@ -279,7 +279,7 @@ def test_the_rate_follows_its_schedule(schedule):
         ({"schedule": "x"}, "schedule: got 'x', expected one of"),
         ({"keep": 0}, "keep: got 0, expected at least 1"),
     ):
-        with one_sentence(said):
+        with raises_line(said):
             TrainingOptions(**options)
 
 
@@ -299,7 +299,7 @@ def test_update_over_processes(tmp_path):
         both, apart = whole.lessons(step), [own.lessons(step) for own in ranks]
         assert [len(lessons) for lessons in apart] == [1, 1] and not torch.equal(both[0].ids, both[1].ids)
         assert all(torch.equal(a.ids, b.ids) for a, (b,) in zip(both, apart))
-    with one_sentence("accumulate: got 3, expected a multiple of 2"):
+    with raises_line("accumulate: got 3, expected a multiple of 2"):
         Trainer(*given, dataclasses.replace(whole.plan, accumulate=3), tmp_path, {}, None, Pair())
     plan = dataclasses.replace(whole.plan, accumulate=1)
     Trainer(*given, plan, tmp_path / "begun-by-two", {}, None, Pair()).save()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import tiny_images as tiny
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.image_cases import llamagen_model
 from visspec import ImagePipeline, registry
 from visspec.accept.exact import Exact
@@ -92,7 +92,7 @@ def test_killed_run(texts, tmp_path, monkeypatch, preset):
     monkeypatch.undo()
     training.run(TARGETS["janus"](), tmp_path / "part", **options, resume=True)
     assert weights(tmp_path / "part") == weights(tmp_path / "whole")
-    with one_sentence("resume: got data '2 prompts, "):
+    with raises_line("resume: got data '2 prompts, "):
         (tmp_path / "words.txt").write_text("blue\nred")
         training.run(TARGETS["janus"](), tmp_path / "part", **options, resume=True)
 

@@ -207,7 +207,7 @@ def test_recorded_distributions():
     assert part.width == 96 and part.best.shape == part.states.shape[:2]
 
 
-def test_recorded_states_keep_the_targets_dtype():
+def test_recorded_states_dtype():
     model = copy.deepcopy(model_of("llava")).bfloat16()
     target = HFDecoder(model, (-1,), embeddings=True, states=True)
     request = request_of(model, prompt("llava", ["4 i 5"]), temperature=1.0, max_new_tokens=6, seed=1)

@@ -107,7 +107,7 @@ def test_bad_input_is_a_sentence(monkeypatch, tmp_path, capsys):
     assert "accelerate is not installed" in refused(capsys, *argv)
 
 
-def test_curves_of_a_run_of_one_step_are_drawn(tmp_path):
+def test_curves_of_one_step(tmp_path):
     progress = {"step": 1, "seconds": 2.0, "workers": 1, "plan": {"a<b": 1}, "validations": []}
     write_page(tmp_path / "p.html", progress | {"curve": [{"step": 1, "loss": 0.5, "agreed": 0.1}]}, {})
     page = (tmp_path / "p.html").read_text()

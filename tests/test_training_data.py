@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import visspec
-from tests.doubles import one_sentence, tar_of
+from tests.doubles import raises_line, tar_of
 from tests.test_videos import model as qwen
 from tests.test_videos import processor, write
 from visspec.api.captions import PROMPT, process_chats
@@ -124,11 +124,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("said", REFUSED)
 def test_what_is_not_used_is_refused_by_name(home, said):
-    with one_sentence(f"data: .*{said}"):
+    with raises_line(f"data: .*{said}"):
         TrainingData(lines(home / "d.jsonl", REFUSED[said]))
 
 
-def test_data_that_can_not_be_read_is_refused(home, monkeypatch):
+def test_unreadable_data_refused(home, monkeypatch):
     (home / "empty.jsonl").write_text("\n")
     (home / "torn.json").write_text('[{"image": "a.png"}, {"image"')
     (home / "line.jsonl").write_text('{"image": "a.png"}\nno\n')
@@ -151,12 +151,12 @@ def test_data_that_can_not_be_read_is_refused(home, monkeypatch):
         if file == "torn.parquet":
             datasets = pytest.importorskip("datasets")
             monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "cache")
-        with one_sentence(f"data: .*{said}"):
+        with raises_line(f"data: .*{said}"):
             TrainingData(home / file)
     assert len(TrainingData(home / "txt.tar", ignore=["txt"])) == 1
-    with one_sentence("answers: got 'x', expected one of target, own"):
+    with raises_line("answers: got 'x', expected one of target, own"):
         TrainingData(home, "x")
-    with one_sentence("data: .*a.png: got no answer, which --answers own requires"):
+    with raises_line("data: .*a.png: got no answer, which --answers own requires"):
         TrainingData(home, "own")
 
 
@@ -185,7 +185,7 @@ def sources(home, monkeypatch):
     yield home / "saved"
 
 
-def test_every_kind_of_data_gives_the_same_items(home, monkeypatch):
+def test_same_items_from_every_format(home, monkeypatch):
     seen = []
     for source in sources(home, monkeypatch):
         data = TrainingData(source)
@@ -276,7 +276,7 @@ def test_questions_about_pictures(home):
     assert processor().tokenizer.decode(inputs["input_ids"][0, -1]) == "<|vision_end|>"
 
 
-def test_own_answers_are_captured_in_one_pass(home):
+def test_own_answers_in_one_pass(home):
     """The target's sampled answers, given to it as the data's own, are recorded as they were when it made them."""
     target = HFDecoder(qwen(), (2, -1), embeddings=True)
     sampled, _ = prompts(home, {"image": "a.png", "prompt": "w5"}, {"image": "b.png", "prompt": "w7 w8"}, new=9)
@@ -296,7 +296,7 @@ def test_own_answers_are_captured_in_one_pass(home):
     assert one.logits.shape[1] == 0 and one.features.shape[1] == want.prompt_length
 
 
-def test_own_answers_are_the_datas_with_a_stop(home, monkeypatch):
+def test_own_answers_end_with_stop(home, monkeypatch):
     monkeypatch.setattr(qwen().generation_config, "eos_token_id", [3, 4])
     batches, _ = prompts(home, LLAVA, own=True, new=3)
     request = batches(0)
@@ -319,14 +319,14 @@ def test_broken_image(home):
     again, _ = prompts(home, *entries)
     assert [texts(item)[0] for item in again.batch(6)[1]] == first[6]
     few, _ = prompts(home, *entries, max_bad=1)
-    with one_sentence(r"data: got 2 items that can't be read, the last of them line . of .*, expected at most 1 \(--m"):
+    with raises_line(r"data: got 2 items that can't be read, the last of them line . of .*, expected at most 1 \(--m"):
         [few.batch(n) for n in range(8)]
     none, _ = prompts(home, *[entries[2]] * 3)
-    with one_sentence("data: got 0 items that can be read, expected the 2 of a batch"):
+    with raises_line("data: got 0 items that can be read, expected the 2 of a batch"):
         none.batch(0)
 
 
-def test_what_a_processor_refuses_is_counted_too(home):
+def test_processor_errors_counted(home):
     """A text with the token of an image, and a prompt longer than the model's context."""
     entries = [{"prompt": "w5"}, {"prompt": "w6 <|image_pad|>"}, {"prompt": "w7"}, {"prompt": "w8 " * 5000}]
     batches, reader = prompts(home, *entries)
@@ -335,7 +335,7 @@ def test_what_a_processor_refuses_is_counted_too(home):
     assert "with 1 <|image_pad|>" in reader.bad[1] and "the model's context" in reader.bad[3]
 
 
-def test_a_run_says_how_much_of_the_data_it_sees(home):
+def test_run_reports_epochs(home):
     data = TrainingData(lines(home / "d.jsonl", *[{"prompt": "w5"}] * 4), "target")
     options = train_drafter.TrainingOptions(steps=2000, batch=16, rows=8, group=8)
     said = train_drafter.what_is_seen(data, 100_000, 64, options, 1, "target")

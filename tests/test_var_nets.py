@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.layouts import DECODED, ENCODED, KLFormulas, ScaleFormulas, affine, conv, filled, ldm_names, scale_tensors
 from visspec.models.scales.multiscale import MultiScaleShape, MultiScaleVAE, Quantizer, ScaleSizes
 from visspec.models.scales.reading import ConditionState
@@ -207,7 +207,7 @@ def test_autoencoder_formulas(vae, vae_tensors):
 
 
 @torch.no_grad()
-def test_scales_take_the_published_convolutions():
+def test_published_convolutions_of_scales():
     quantizer, scales = Quantizer(4, 4), SCALES[256]
     for i, layer in enumerate(quantizer.quant_resi["qresi_ls"]):
         layer.weight.data.zero_()
@@ -235,7 +235,7 @@ def test_bad_transformer(tmp_path):
 
     def refused(words, changed):
         save_file(changed, file)
-        with one_sentence(words):
+        with raises_line(words):
             layouts_var.load_var(file)
 
     refused(r"unknown tensor 'blocks\.0\.attn\.k_bias'", tensors | {"blocks.0.attn.k_bias": torch.zeros(32)})
@@ -246,7 +246,7 @@ def test_bad_transformer(tmp_path):
 
 def test_bad_autoencoder(tmp_path, vae_tensors):
     save_file(vae_tensors | {"quantize.beta": torch.zeros(1)}, tmp_path / "vae.safetensors")
-    with one_sentence("unknown tensor 'quantize.beta'"):
+    with raises_line("unknown tensor 'quantize.beta'"):
         layouts_var.load_var_vae(tmp_path / "vae.safetensors")
 
 
@@ -255,5 +255,5 @@ def test_wrong_settings_are_refused():
         ("scales: got 0 codes in 0 maps", lambda: ScaleSizes(())),
         ("scales: got 1 codes in 2 maps", lambda: ScaleSizes.square(1, 0)),
     ):
-        with one_sentence(words):
+        with raises_line(words):
             make()

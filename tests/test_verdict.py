@@ -27,7 +27,7 @@ def test_the_score_by_hand():
 
 
 @given(tables, st.randoms(use_true_random=False))
-def test_the_order_of_the_models_changes_nothing(table, random):
+def test_order_of_models(table, random):
     order = list(range(len(table)))
     random.shuffle(order)
     again = disagreement([[table[b][a] for a in order] for b in order])

@@ -13,7 +13,7 @@ import transformers as tf
 from PIL import Image
 
 from tests import tiny
-from tests.doubles import one_sentence
+from tests.doubles import raises_line
 from tests.test_recurrent import qwen3_5_vl
 from tests.tiny_images import glm_processor, word_tokenizer
 from visspec.api.captions import Captions, process_batch
@@ -68,7 +68,7 @@ def clip(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("count, indices", [(1, [12]), (4, [3, 9, 15, 21]), (100, list(range(FRAMES)))])
-def test_frames_are_the_middles_of_equal_parts(clip, count, indices):
+def test_frame_positions(clip, count, indices):
     found = read_clip(clip, count)
     about = {"frames_indices": indices, "total_num_frames": FRAMES, "fps": 10.0, "duration": 2.5}
     assert found.metadata == about
@@ -79,7 +79,7 @@ def test_frames_are_the_middles_of_equal_parts(clip, count, indices):
 @pytest.mark.parametrize(
     "name, drafter", [("qwen2_5", None), ("qwen2_5", "ngram"), ("qwen2_5", "vispec"), ("qwen3_5", "context")]
 )
-def test_captions_of_clips_are_those_of_generate(clip, tmp_path, name, drafter):
+def test_clip_captions_equal_generate(clip, tmp_path, name, drafter):
     Image.new("RGB", (SIDE, SIDE), (0, 90, 0)).save(tmp_path / "still.png")
     files = [clip, tmp_path / "still.png"]
     if drafter == "vispec":
@@ -139,7 +139,7 @@ def test_refusals(clip, tmp_path):
         ),
     }
     for why, call in cases.items():
-        with one_sentence(why):
+        with raises_line(why):
             call()
     with pytest.raises(FileNotFoundError, match=r"video file .* does not exist"):
         read_clip(tmp_path / "none.mp4")

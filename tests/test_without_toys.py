@@ -79,7 +79,7 @@ def test_library_without_toys(tmp_path):
         assert code == 2 and re.fullmatch(f"visspec: {message}", line), (command, said)
 
 
-def test_nothing_but_the_toys_knows_their_names():
+def test_only_toys_name_toys():
     """In code or in documentation of the code; `io.included` is where they are looked up."""
     found = []
     for file, _ in sources():

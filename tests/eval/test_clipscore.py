@@ -32,7 +32,7 @@ class ByLength:
         return np.array([len(text) / 100 for text in texts])
 
 
-def test_pairs_by_name_and_lists_what_has_no_partner(tmp_path: Path):
+def test_pairs_by_name(tmp_path: Path):
     for name in ("1.png", "2.png", "10.png"):
         save(tmp_path / name)
     save(tmp_path / "bad.png").write_bytes(b"x")
@@ -46,7 +46,7 @@ def test_pairs_by_name_and_lists_what_has_no_partner(tmp_path: Path):
         clipscore.from_folder(tmp_path, {"x.png": "a"}, ByLength(), tmp_path / "r.jsonl")
 
 
-def test_clip_scorer_is_the_cosine_of_a_tiny_model(tmp_path: Path):
+def test_clip_scorer_is_cosine(tmp_path: Path):
     """Of texts cut to the model's length, which the second is longer than."""
     model, processor = tiny_clip.clip(tmp_path)
     scorer = clipscore.ClipScorer(model, processor, "tiny")

@@ -64,7 +64,7 @@ def test_mask2former_masks_and_scores():
 # --- the original ---
 
 
-def test_mmdet_adapter_checks_the_hash_and_swaps_channels(tmp_path: Path):
+def test_mmdet_hash_and_channels(tmp_path: Path):
     (tmp_path / "w.pth").write_bytes(b"not the original")
     seen = []
 
@@ -86,7 +86,7 @@ def test_mmdet_adapter_checks_the_hash_and_swaps_channels(tmp_path: Path):
 # --- colours ---
 
 
-def test_clip_colours_run_on_a_tiny_random_model(tmp_path: Path):
+def test_clip_colours(tmp_path: Path):
     model, processor = tiny_clip.clip(tmp_path)
     colours = ClipColours(model, processor, "tiny")
     detections = [Detection("dog", 0.9, (0, 0, 30, 30)), Detection("dog", 0.8, (30, 10, 80, 48))]

@@ -25,7 +25,7 @@ def detector() -> EmojiDetector:
 # --- atlas ---
 
 
-def test_atlas_has_distinct_pictures_and_plain_names():
+def test_atlas_pictures_and_names():
     assert len(atlas.names()) == len(set(atlas.names())) == 819
     assert all(name == " ".join(name.split()) and 1 <= len(name.split()) <= 4 for name in atlas.names())
     assert not {"large", "small", "left", "right"} & set(" ".join(atlas.names()).split())
@@ -80,7 +80,7 @@ def test_grounds_and_noise_hold_nothing(detector):
 
 
 @pytest.mark.parametrize("count", [2, pytest.param(150, marks=pytest.mark.nightly)])
-def test_clean_renders_pass_their_prompt_and_no_other(detector, count):
+def test_clean_renders(detector, count):
     world, rng, right = included.scenes("emoji"), np.random.default_rng(0), 0
     rows = world.prompts()
     for row in (rows[i] for i in rng.integers(len(rows), size=count)):

@@ -34,7 +34,7 @@ def tolerance(value: float, x: torch.Tensor, y: torch.Tensor) -> float:
     return 1e-6 * abs(value) + 1e-8 * float(x.var(0).sum() + y.var(0).sum())
 
 
-def test_features_that_cannot_be_fitted_are_refused():
+def test_degenerate_features_refused():
     for bad in (torch.zeros(1, 4), torch.tensor([[0.0] * 4, [float("nan")] * 4])):
         with pytest.raises(ValueError, match="must be finite and of at least 2 images"):
             fid.from_features(bad, draws(9, 4, 0))
@@ -94,7 +94,7 @@ def folder_of(path: Path, n: int, seed: int, divide: int = 1) -> Path:
     return path
 
 
-def test_random_conv_is_fixed_and_sees_differences():
+def test_random_conv():
     extractor = RandomConv()
     image = torch.arange(3 * 32 * 32, dtype=torch.uint8).reshape(1, 3, 32, 32)
     features = extractor(torch.cat([image, 255 - image]))
@@ -148,7 +148,7 @@ def test_noise_floor(n: int, n_reference: int):
     assert np.mean(values) / np.mean(floors) == pytest.approx(1.0, abs=0.15)
 
 
-def test_cache_is_keyed_by_content_and_extractor(tmp_path: Path):
+def test_cache_key(tmp_path: Path):
     extractor, images, cache = RandomConv(), folder_of(tmp_path / "ref", 12, 0), tmp_path / "cache"
     (images / "7.png").write_bytes(b"no")
     first = read_features(images, extractor, cache=cache)
@@ -166,7 +166,7 @@ def test_cache_is_keyed_by_content_and_extractor(tmp_path: Path):
     assert len(list(cache.iterdir())) == 3
 
 
-def test_only_verified_inception_is_called_fid(tmp_path: Path):
+def test_only_inception_is_named_fid(tmp_path: Path):
     assert metric_name(RandomConv()) == "FD[random-conv]"
     (tmp_path / "weights.pth").write_bytes(b"not the weights")
     with pytest.raises(ValueError, match="not 6726825d"):
@@ -203,7 +203,7 @@ def test_extractors_tiny(tmp_path: Path):
     assert TransformersFeatures(clip, CLIPImageProcessor(**sizes), "clip-tiny").fingerprint != extractors[0].fingerprint
 
 
-def test_kid_reads_folders_and_carries_counts_and_problems(tmp_path: Path):
+def test_kid_of_folders(tmp_path: Path):
     extractor = RandomConv()
     a, b = folder_of(tmp_path / "a", 13, 0), folder_of(tmp_path / "b", 14, 1, divide=4)
     (a / "2.png").write_bytes(b"broken")
@@ -225,7 +225,7 @@ def pairs(n, shift=0.0, seed=0, dim=6):
     return 2 * prompt + 0.3 * first, 2 * prompt + 0.3 * second + shift
 
 
-def test_paired_kid_is_the_mean_over_other_pairs():
+def test_paired_kid():
     first, second = (x.double() for x in pairs(5, 0.2))
     k = lambda a, b: (float(a @ b) / 6 + 1) ** 3  # noqa: E731
     of_two = [
@@ -236,12 +236,12 @@ def test_paired_kid_is_the_mean_over_other_pairs():
     assert kid.paired(first, first) == (0.0, 0.0)
 
 
-def test_paired_floor_is_passed_by_chance_in_one_of_twenty():
+def test_paired_floor():
     found = [kid.paired(*pairs(24, seed=s)) for s in range(400)]
     assert 0.02 <= sum(one.value > one.floor for one in found) / 400 <= 0.08
 
 
-def test_pairs_show_what_a_distance_of_sets_does_not():
+def test_pairs_versus_sets():
     first, second = pairs(48, 0.2)
     found = kid.paired(first, second)
     assert found.value > 2 * found.floor

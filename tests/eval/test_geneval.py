@@ -35,7 +35,7 @@ LEFT = {
 }
 
 
-def test_presence_ignores_extra_objects_and_strict_does_not():
+def test_extra_objects():
     assert verdict(ONE, thing("dog"), thing("dog"), thing("cat")) == (True, "")
     assert verdict(ONE, thing("cat")) == (False, "expected dog>=1, found 0")
     objects = geneval.select_detections(DetectionResult((thing("dog"), thing("cat"))), 0.3)
@@ -50,7 +50,7 @@ def test_counting_wants_the_exact_number():
     assert verdict(THREE, *[thing("dog")] * 4)[1] == "expected dog<4, found 4"
 
 
-def test_only_the_best_instance_is_asked_for_its_colour():
+def test_colour_of_best_instance():
     red, blue = thing("dog", 0.9, colour="red"), thing("dog", 0.8, colour="blue")
     assert verdict(RED, blue, red)[0]
     better_blue = thing("dog", 0.99, colour="blue")
@@ -83,7 +83,7 @@ def test_relations_follow_the_shrunk_offset(subject, expected):
     assert geneval.relations(subject, (0, 0, 10, 10)) == expected
 
 
-def test_position_needs_the_reference_and_the_relation():
+def test_position_relation():
     cat = thing("cat", box=(50, 0, 60, 10))
     assert verdict(LEFT, cat, thing("dog"))[0]
     found = verdict(LEFT, thing("cat"), thing("dog", box=(50, 0, 60, 10)))
@@ -103,7 +103,7 @@ def make_root(root: Path, count: int = 6, samples: int = 2, extra: dict | None =
     return root
 
 
-def test_clean_shapes_score_one_and_the_name_has_brackets(tmp_path: Path):
+def test_clean_shapes_score_one(tmp_path: Path):
     report = geneval.evaluate(make_root(tmp_path / "a"), tmp_path / "r.jsonl")
     s = report.summary
     assert s["overall"] == s["strict"] == s["correct_images"] == s["correct_prompts"] == 1.0
@@ -114,7 +114,7 @@ def test_clean_shapes_score_one_and_the_name_has_brackets(tmp_path: Path):
     assert row["filename"] == "00000/samples/0000.png" and isinstance(row["details"], str)
 
 
-def test_overall_is_the_unweighted_mean_of_tasks():
+def test_overall_is_mean_of_tasks():
     rows = [{"tag": "colors", "correct": c, "strict": c, "metadata": str(i)} for i, c in enumerate([1, 1, 1, 0])]
     rows[0]["strict"] = 0
     rows += 2 * [{"tag": "counting", "correct": 0, "strict": 0, "metadata": "x"}]
@@ -125,7 +125,7 @@ def test_overall_is_the_unweighted_mean_of_tasks():
         geneval.summarise([])
 
 
-def test_original_configuration_alone_is_called_geneval(tmp_path: Path, monkeypatch):
+def test_geneval_name(tmp_path: Path, monkeypatch):
     class Original(ShapeDetector):
         original = True
 

@@ -25,7 +25,7 @@ def test_opens_common_formats_as_rgb(tmp_path: Path, picture: Image.Image, suffi
         assert np.array_equal(np.asarray(image), np.asarray(picture))
 
 
-def test_pixel_cap_is_checked_before_decoding(tmp_path: Path, picture: Image.Image):
+def test_pixel_cap_before_decoding(tmp_path: Path, picture: Image.Image):
     picture.save(tmp_path / "a.png")
     assert open_image(tmp_path / "a.png", max_pixels=600).size == (30, 20)
     with pytest.raises(ValueError, match="30 x 20 pixels, more than the limit of 599"):
@@ -39,7 +39,7 @@ def test_transparency_and_16_bit(tmp_path: Path):
     assert abs(int(np.asarray(open_image(tmp_path / "deep.png")).mean()) - 128) <= 1
 
 
-def test_folder_is_in_natural_order_and_lists_what_is_broken(tmp_path: Path, picture: Image.Image):
+def test_folder_order_and_broken_files(tmp_path: Path, picture: Image.Image):
     for i in (10, 2, 1):
         picture.save(tmp_path / f"img{i}.png")
     (tmp_path / "img3.png").write_bytes(b"nothing")

@@ -104,7 +104,7 @@ def test_the_page_of_a_real_image_bench(tmp_path, image_record):
     assert "✗" not in table, "what promises no tokens of plain decoding breaks no promise"
 
 
-def test_maps_of_a_bench_are_those_of_its_pictures(image_record):
+def test_maps_of_a_bench(image_record):
     line = next(r for r in image_record["rows"] if r["name"] == "window")
     grids = [image["origins"] for image in line["images"]]
     assert all(np.shape(g) == (6, 6) for g in grids)
@@ -140,7 +140,7 @@ def test_pictures_keep_to_their_captions():
     assert colours == [(0, 255, 0), (0, 0, 255), None]
 
 
-def test_who_promises_the_tokens_of_plain_decoding():
+def test_promised_tokens():
     target = SimpleNamespace(capabilities=SimpleNamespace(guarantee="exact"))
 
     def promises(rule, greedy, order=None):
@@ -151,7 +151,7 @@ def test_who_promises_the_tokens_of_plain_decoding():
     assert not promises(Lantern(), False) and not promises(Lantern(), True)
 
 
-def test_tau_bounds_the_ratio_over_our_own_plain_loop_only(tmp_path, caption_records):
+def test_tau_bounds_ratio_over_plain(tmp_path, caption_records):
     """Plain decoding with tau 1 is 1.13 times as fast as the stock loop and no suspect; 1.13 over itself would be."""
     assert speed.suspicion(1.0, [1.0, 1.0], 1.0) == "" == speed.suspicion(None, None, 1.0)
     assert speed.suspicion(1.13, [0.98, 1.2], 1.0) == "", "noise of equal loops"

@@ -127,13 +127,13 @@ def outside(reader: Reader) -> list:
     return asked + styled + [t for t in reader.tags if t in {"script", "link", "iframe", "object", "embed", "base"}]
 
 
-def test_a_reader_of_the_network_would_be_seen():
+def test_network_access_is_detected():
     """Control of `outside`."""
     assert len(outside(Reader('<a href="//x"></a><img src="x.png"><p style="background:url(x)"></p>'))) == 3
     assert outside(Reader("<script></script>")) == ["script"]
 
 
-def test_everything_is_there_and_nothing_leaves(page):
+def test_page_is_complete_and_offline(page):
     relaxed = caption(acceptance="typical:epsilon=0.3", guarantee="approximate", drift_per_token=0.01)
     source = page(caption(), relaxed, image_bench(), sizes(), kernels())
     reader = Reader(source)
@@ -184,7 +184,7 @@ def test_hostile_text_stays_text(page):
     ({"bench": "kernels"}, "no 'rows'"), ({"bench": "image", "rows": []}, "no 'rows'"),
     ({"bench": "image", "rows": [3]}, "expected a list of objects"),
 ])  # fmt: skip
-def test_bad_results_are_one_sentence_and_exit_code_2(content, words, write, tmp_path, capsys):
+def test_bad_results_exit_code(content, words, write, tmp_path, capsys):
     path, out = write(content), tmp_path / "out.html"
     assert main(["report", str(path), "-o", str(out)]) == 2
     line = capsys.readouterr().err.strip()
@@ -201,7 +201,7 @@ def test_command_line_and_missing_files(write, tmp_path, capsys):
     assert "no.json" in capsys.readouterr().err
 
 
-def test_unreadable_pictures_are_listed_and_the_rest_is_shown(page):
+def test_unreadable_pictures_listed(page):
     record = image_bench()
     first, second, _ = record["rows"][0]["images"]
     first["png"], second["png"] = "no base64!", base64.b64encode(b"broken").decode()
@@ -247,7 +247,7 @@ def test_equality_is_judged_where_it_is_owed(page):
         assert "63 of 64" in text(**other) and "✗" not in text(**other)
 
 
-def test_few_prompts_are_grey_and_text_is_coloured_by_origin(page):
+def test_grey_rows_and_coloured_text(page):
     for n in (19, 20):
         source = page(caption(compared=n, identical=n, n_prompts=n))
         assert ('<tr class="few">' in source) == (n < 20) and f"n={n}" in source
@@ -280,7 +280,7 @@ def palettes() -> list[dict[str, str]]:
     return [dict(re.findall(r"--(\w+): (#\w{6})", part)) for part in re.findall(r":root {(.*?)}", source)]
 
 
-def test_every_colour_of_text_can_be_read_in_both_palettes():
+def test_contrast_in_both_palettes():
     light, dark = palettes()
     assert light.keys() == dark.keys() >= {"page", "ink", "faint", "grey", "blue", "green", "orange", *COLOURS}
     for palette in (light, dark):

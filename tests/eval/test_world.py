@@ -54,14 +54,14 @@ def test_detector_is_exact(side: int):
     assert set(grounds) == set(GROUNDS)
 
 
-def test_detector_finds_the_small_shapes_of_caption_scenes():
+def test_detector_finds_small_shapes():
     detector = ShapeDetector(0.07, 0.135)
     for seed in range(20):
         scene = scene_from_seed(seed)
         assert agrees(detector.analyse(render(scene, 96)), scene, 96), seed
 
 
-def test_images_it_cannot_explain_are_refused():
+def test_unexplained_images_refused():
     rng, detector = np.random.default_rng(8), ShapeDetector()
     noise = Image.fromarray(rng.integers(0, 256, (64, 64, 3), dtype=np.uint8))
     blob = render(Scene(()), 64)

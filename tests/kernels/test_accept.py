@@ -35,7 +35,7 @@ def test_tree_against_definition(dtype):
 
 
 @pytest.mark.parametrize("case", [{"nodes": 1, "vocabulary": 5, "chain": True}, *cases.ACCEPT], ids=str)
-def test_every_shape_decides_as_the_definition(case):
+def test_definition_for_every_shape(case):
     chain = case.get("chain", False)
     for seed in range(40 if chain else 6):
         arguments = cases.accept(seed, **case | ({"rows": 20} if chain else {}))

@@ -97,7 +97,7 @@ def test_tree_attention(case):
             assert torch.equal(found, kernels.tree_attention(**arguments, parent=parent[0]))
 
 
-def test_guided_warp_takes_logits_in_any_layout():
+def test_guided_warp_layouts():
     z = torch.randn(7, 3).t()
     for scores in (False, True):
         found = kernels.guided_warp(z, top_k=3, scores=scores)

@@ -18,7 +18,7 @@ def in_a_fresh_process(code):
     return done.stdout
 
 
-def test_importing_the_package_imports_no_kernel():
+def test_import_loads_no_kernel():
     code = "import sys, visspec.kernels; print([m for m in sys.modules if m.startswith(('visspec.kernels.', 'torch'))])"
     assert in_a_fresh_process(code).strip() == "[]"
 
@@ -94,7 +94,7 @@ print("compiled")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", ["few", pytest.param("all", marks=pytest.mark.nightly)])
-def test_kernels_compile_for_a_gpu_without_one(heads, tmp_path):
+def test_compile_without_gpu(heads, tmp_path):
     pytest.importorskip("triton")
     script = tmp_path / "compile_kernels.py"
     script.write_text(COMPILE)

@@ -78,7 +78,7 @@ def test_depth_and_branch_limits(kind):
         assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)[:-2], *limits))
 
 
-def test_ids_outside_the_vocabulary_have_no_mass():
+def test_mass_of_ids_out_of_range():
     far = 2**40  # a load from there would not go unnoticed
     near = cases.neighbours(0, lam=4.0)
     near["neighbours"][:, ::2] = torch.tensor([-1, 23, far, -far, 99])
@@ -103,7 +103,7 @@ def test_accept_tree_ten_thousand_cases(dtype):
         assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)))
 
 
-def test_out_of_range_token_is_never_accepted():
+def test_out_of_range_token_rejected():
     arguments = to_device(cases.accept(0, rows=2, nodes=3, vocabulary=5))
     arguments["tokens"][:, 1:] = torch.tensor([7, -3], device=DEVICE)
     arguments["parent"] = torch.tensor([-1, 0, 0], device=DEVICE)

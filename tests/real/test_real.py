@@ -80,7 +80,7 @@ def test_sampling_equals_plain_decoding(loaded):
 @pytest.mark.parametrize(
     "options", [{"do_sample": False}, {"do_sample": True, "temperature": 1.0}], ids=["greedy", "sampled"]
 )
-def test_bfloat16_depends_on_the_request_alone(loaded, options):
+def test_bfloat16_batch_invariance(loaded, options):
     """Whatever drafts, in a ragged batch and in a stream of any order."""
     (model, tokenizer), texts = loaded, prompts(4)
     model = copy.deepcopy(model).bfloat16()
