@@ -14,7 +14,7 @@ from tests.doubles import ProductRows, raises_line
 from visspec.models.attention.draft_attention import folded_attention
 from visspec.models.decoder.prefix import PrefixCache
 from visspec.models.eagle.drafter import EagleDrafter
-from visspec.models.runner.widths import REFERENCE, PassWidths, ProductsInParts, in_parts
+from visspec.models.runner.widths import REFERENCE, PassWidths, ProductsInParts
 
 NEW = 24
 LENGTHS = (5, 33, 12, 58)
@@ -320,4 +320,4 @@ def test_products_are_split(monkeypatch):
     widths = PassWidths([], [], torch.bfloat16, torch.device("cpu"))
     assert [widths.nodes(rows, 17) for rows in (1, 2, 8)] == [17, 17, 17]
     assert [widths.part(rows) for rows in (16, 32, 34, 64, 136)] == [16, 32, 32, 64, 64]
-    assert isinstance(in_parts(widths, 34), ProductsInParts) and not isinstance(in_parts(widths, 32), ProductsInParts)
+    assert isinstance(widths.in_parts(34), ProductsInParts) and not isinstance(widths.in_parts(32), ProductsInParts)

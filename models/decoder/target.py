@@ -45,7 +45,7 @@ from visspec.models.decoder.layer_skip import LayerSubset
 from visspec.models.layers import depth
 from visspec.models.runner.compiled import CompiledPasses, compiled_passes
 from visspec.models.runner.graphs import GraphedForward, graphed_forward
-from visspec.models.runner.widths import PassWidths, in_parts
+from visspec.models.runner.widths import PassWidths
 from visspec.sampling import process, warp
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target
 
@@ -316,7 +316,8 @@ class HFDecoder(Target):
         positions = state.position[:, None] + tree.depth.clamp(max=last)
         lag = state.cache.lag[:, None] + 1 if state.cache.moves else None
         moved = nullcontext() if lag is None else rotary.SteppedRope(self.rotary, positions + lag)
-        with in_parts(self.widths, ids.numel()), moved:
+        parts = nullcontext() if self.widths is None else self.widths.in_parts(ids.numel())
+        with parts, moved:
             return self.forward(model, state.cache, attention, ids, positions)
 
     def forward(

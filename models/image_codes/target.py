@@ -10,7 +10,7 @@ A axes of position ids, d hidden size.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from visspec.models.attention.pass_inputs import CACHE, NAME, AttentionInputs, M
 from visspec.models.image_codes.family import EncodedPrompt, Family
 from visspec.models.runner.compiled import CompiledPasses
 from visspec.models.runner.graphs import GraphedForward, graphed_forward
-from visspec.models.runner.widths import PassWidths, in_parts
+from visspec.models.runner.widths import PassWidths
 from visspec.sampling import process, warp
 from visspec.types import Capabilities, Draft, Outcome, Request, Scores, State, Target, Tree
 
@@ -191,7 +191,7 @@ class ImageAR(Target):
             draft = self.widths.pad(draft, _twice(state))
         embeds = self._embed(state, draft, state.position[:, None] + draft.tree.depth)
         embeds = embeds if _twice(state) == 1 else embeds.repeat(2, 1, 1)
-        with in_parts(self.widths, embeds.shape[:-1].numel()):
+        with self._products(embeds):
             return self._attend(state, draft.tree, embeds, decoder)
 
     def _attend(self, state: State, tree: Tree, embeds: Tensor, decoder: nn.Module | None = None) -> Tensor:
@@ -275,9 +275,13 @@ class ImageAR(Target):
             )
         return output.last_hidden_state
 
+    def _products(self, x: Tensor) -> AbstractContextManager[object]:
+        """Return the context of a pass over the rows of x (..., d)."""
+        return nullcontext() if self.widths is None else self.widths.in_parts(x.shape[:-1].numel())
+
     def _scores(self, state: State, draft: Draft, last: Tensor, hidden: Tensor) -> Scores:
         """Return scores of the nodes with hidden states `last` (R, N, d); `hidden` (R, L, d) are the whole pass's."""
-        with in_parts(self.widths, last.shape[:-1].numel()):
+        with self._products(last):
             logits = self.family.head(last)  # includes padding nodes, which are rows of this product
         if self.widths is not None:
             logits = logits[:, : draft.tree.size]

@@ -6,7 +6,7 @@ depends on the rest of the pass in three ways, each of which is fixed here or in
 * Products. A matrix product may sum along its inner dimension in another order for another number of rows, but not for
   other values in the other rows or for another place. So a pass is padded to a number of rows whose products agree bit
   for bit with those of `REFERENCE` rows (`PassWidths.pad`). Larger products that don't agree, as those of more than 32
-  rows in bfloat16 on CPUs with AMX, are computed in parts (`in_parts`).
+  rows in bfloat16 on CPUs with AMX, are computed in parts (`PassWidths.in_parts`).
 * Attention. Its sums run over keys, in blocks that depend on the number of keys: on a CPU in blocks of 512, the last of
   which is split once more for 384 and 512 keys but not for 256. Masked keys have weight 0, and adding 0 changes no sum,
   so a pass sees a multiple of `STEP` keys that is split like longer ones (`PassWidths.extent`). The number of queries
@@ -126,6 +126,10 @@ class PassWidths:
                 self._parts[key] = next((n for n in (rows, *PARTS) if n <= rows and self._agrees(n)), rows)
         return self._parts[key]
 
+    def in_parts(self, rows: int) -> AbstractContextManager[object]:
+        """Return a context for a pass whose products have `rows` rows, in which they agree with those of fewer rows."""
+        return nullcontext() if (most := self.part(rows)) == rows else ProductsInParts(most)
+
     def _fits(self, rows: int) -> bool:
         """Return whether products of so many rows agree, or are large enough to be computed in parts."""
         return rows >= 2 * REFERENCE or self._agrees(rows)
@@ -181,11 +185,6 @@ class ProductsInParts(TorchFunctionMode):
         parts = [product(rows_MX[i : i + most]) for i in range(0, whole - most + 1, most)]
         rest = whole % most
         return torch.cat([*parts, product(rows_MX[-most:])[most - rest :]] if rest else parts)
-
-
-def in_parts(widths: PassWidths | None, rows: int) -> AbstractContextManager[object]:
-    """Return a context for a pass whose products have `rows` rows, in which they agree with those of fewer rows."""
-    return nullcontext() if widths is None or (most := widths.part(rows)) == rows else ProductsInParts(most)
 
 
 def _shape(module: nn.Module) -> tuple[int, int, bool] | None:
