@@ -83,11 +83,11 @@ def texts() -> Iterator[Case]:
         if name == "llama":
             drafters["small_model"] = tiny.llama(seed=1, hidden_size=16, num_attention_heads=2, head_dim=8)
         for kind, drafter in drafters.items():
-            fast, found = accelerate(model_of(name), drafter, acceptance=rule, adaptive=False), []
+            fast, result = accelerate(model_of(name), drafter, acceptance=rule, adaptive=False), []
             for given in [{"seed": seed} for seed in range(3)] if options["do_sample"] else [{}]:
                 output = fast.generate(**inputs, **options, **given, max_new_tokens=20)
-                found.append([new_tokens(output, inputs), fast.last_stats.rounds])
-            yield f"text/{name}/{shape}/{rule}/{kind_of(options)}/{kind}", found
+                result.append([new_tokens(output, inputs), fast.last_stats.rounds])
+            yield f"text/{name}/{shape}/{rule}/{kind_of(options)}/{kind}", result
 
 
 def images() -> Iterator[Case]:
@@ -100,10 +100,10 @@ def images() -> Iterator[Case]:
             judge = registry.rule(rule)
             judge.bind(ImageAR(case.family).capabilities)
             tokens, state = draw(case, rows, drafter, judge, temperature)
-            found = [tokens, len(state.trace.rounds)]
+            result = [tokens, len(state.trace.rounds)]
         except ValueError as refusal:  # no codebook, say
-            found = str(refusal)
-        yield f"image/{name}/{spec}/{rule}/{len(rows)}/{temperature}", found
+            result = str(refusal)
+        yield f"image/{name}/{spec}/{rule}/{len(rows)}/{temperature}", result
 
 
 def value_of(part: Any) -> Any:
@@ -118,15 +118,15 @@ def painters() -> Iterator[Case]:
         for preset, temperature in itertools.product(registry.presets(draws), temperatures):
             case = f"{name}/{preset}" + ("" if temperature is None else f"/{temperature}")
             try:
-                found = registry.preset(preset, draws, plain.model)
+                result = registry.preset(preset, draws, plain.model)
                 # depths that follow the clock change passes, and tokens of rules that draw for themselves
-                by_clock = "eagle" in found.drafter and name != "painter"
-                if by_clock or (temperature == 0.0 and found.acceptance != "exact"):
+                by_clock = "eagle" in result.drafter and name != "painter"
+                if by_clock or (temperature == 0.0 and result.acceptance != "exact"):
                     continue
-                pipe = plain if not found.parts else ImagePipeline.from_pretrained(name, parts=found.parts)
+                pipe = plain if not result.parts else ImagePipeline.from_pretrained(name, parts=result.parts)
                 pipe.set_progress_bar_config(disable=True)
                 options = {} if temperature is None else {"temperature": temperature}
-                out = pipe(text, seed=3, output_type="latent", **found.method, **options)
+                out = pipe(text, seed=3, output_type="latent", **result.method, **options)
                 passes = [] if preset == "drafter" else [int(p.max()) for p in out.passes]
                 yield case, [[value_of(t) for t in out.tokens], passes]
             except (ValueError, TypeError) as refusal:
@@ -166,19 +166,19 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for part in (texts, images, painters, captioner, trained):
         torch.manual_seed(0)
         for name, output in part():
-            found[name] = hashlib.sha256(json.dumps(output).encode()).hexdigest()[:16]
-    arguments.out.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{len(found)} cases")
+            result[name] = hashlib.sha256(json.dumps(output).encode()).hexdigest()[:16]
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{len(result)} cases")
     if arguments.against is None:
         return 0
     before = json.loads(arguments.against.read_text())
-    gone = sorted(before.keys() - found.keys())
-    other = sorted(name for name, digest in found.items() if before.get(name, digest) != digest)
-    print(f"{len(gone)} cases are gone, {len(found.keys() - before.keys())} are new")
+    gone = sorted(before.keys() - result.keys())
+    other = sorted(name for name, digest in result.items() if before.get(name, digest) != digest)
+    print(f"{len(gone)} cases are gone, {len(result.keys() - before.keys())} are new")
     print("\n".join(other) if other else "every other digest is the same")
     return 1 if other else 0
 

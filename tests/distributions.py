@@ -71,10 +71,10 @@ def total_variation(a: Tensor, b: Tensor) -> float:
 
 
 def contexts(parent: Sequence[int], tokens: Sequence[int]) -> list[Context]:
-    found: list[Context] = [()]
+    result: list[Context] = [()]
     for n in range(1, len(parent)):
-        found.append((*found[parent[n]], tokens[n]))
-    return found
+        result.append((*result[parent[n]], tokens[n]))
+    return result
 
 
 def choice_rounds(
@@ -113,7 +113,7 @@ def odds(shares):
 def verdicts(p, committed, draft):
     """What rejection sampling can do with a tree: (tokens gained, the last one the rule's own, probability)."""
     parent, tokens = draft.tree.parent[0].tolist(), compact(draft)[0].tolist()
-    found = []
+    result = []
 
     def judge(node, gained, reached):
         law = p((*committed, *gained))
@@ -124,10 +124,10 @@ def verdicts(p, committed, draft):
             reached, law = reached * (1 - keep), residual(law, q)
             if reached <= 0:
                 return
-        found.extend(((*gained, y), reached * float(law[y])) for y in range(len(law)))
+        result.extend(((*gained, y), reached * float(law[y])) for y in range(len(law)))
 
     judge(0, (), 1.0)
-    return [v for v in found if v[1] > 0]
+    return [v for v in result if v[1] > 0]
 
 
 def split(spans, cuts):

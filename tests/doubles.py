@@ -44,11 +44,11 @@ def raises_line(match: str | None) -> Iterator[pytest.ExceptionInfo[ValueError]]
 def refused(capsys, *argv, code=2) -> str:
     """Run, expect an exit code and exactly one line on stderr; return it."""
     try:
-        found = main(list(map(str, argv)))
+        result = main(list(map(str, argv)))
     except SystemExit as error:
-        found = error.code
+        result = error.code
     line = capsys.readouterr().err.strip()
-    assert found == code, line
+    assert result == code, line
     assert "Traceback" not in line
     return line
 

@@ -67,9 +67,9 @@ def json_processor() -> tf.LlavaProcessor:
 
 def record(tokens: list[int]) -> Any:
     """What tokens write, as JSON that the schema allows. Raises if it is none."""
-    found = json.loads(tokenizer().decode([token for token in tokens if token not in (PAD, EOS)]))
-    jsonschema.validate(found, SCHEMA)
-    return found
+    result = json.loads(tokenizer().decode([token for token in tokens if token not in (PAD, EOS)]))
+    jsonschema.validate(result, SCHEMA)
+    return result
 
 
 @functools.cache

@@ -43,10 +43,10 @@ def janus() -> Case:
 
     def reference(row):
         one = ids[row : row + 1, ~attention[row].logical_not()]
-        found = model.generate(
+        result = model.generate(
             input_ids=one, attention_mask=torch.ones_like(one), generation_mode="image", do_sample=False
         )
-        return found[0].tolist()
+        return result[0].tolist()
 
     return Case(family, family.layout(), 3.0, lambda rows: family.from_ids(ids[rows], attention[rows], True), reference)
 
@@ -74,13 +74,13 @@ def emu3() -> Case:
 
     def reference(row):
         given, negative = (processor(text=[text], padding=True, **sized) for text in (TEXTS[row], NEGATIVE))
-        found = model.generate(
+        result = model.generate(
             input_ids=given.input_ids, attention_mask=given.attention_mask, do_sample=False,
             max_new_tokens=layout.positions, guidance_scale=3.0,
             prefix_allowed_tokens_fn=emu3_rule(processor, model, *layout.grid),
             negative_prompt_ids=negative.input_ids, negative_prompt_attention_mask=negative.attention_mask,
         )  # fmt: skip
-        return back(found[0, given.input_ids.shape[1] :], family)
+        return back(result[0, given.input_ids.shape[1] :], family)
 
     return Case(family, layout, 3.0, lambda rows: family.prompt([TEXTS[r] for r in rows], True, layout), reference)
 
@@ -113,20 +113,20 @@ def glm_image() -> Case:
         def allowed(batch, ids):
             return [tiny.GLM_END] if len(ids) - length == layout.positions - 1 else list(range(tiny.CODES))
 
-        found = model.generate(
+        result = model.generate(
             **given, do_sample=False, max_new_tokens=layout.positions, prefix_allowed_tokens_fn=allowed
         )
-        return back(found[0, length:], family)
+        return back(result[0, length:], family)
 
     return Case(family, layout, 1.0, lambda rows: family.from_inputs(inputs(rows)), reference)
 
 
 def plain_loop(step: Callable[[list[int]], torch.Tensor], layout: ImageLayout) -> list[int]:
     """Greedy loop ids from mixed logits of the codes after so many loop ids, each pass over everything."""
-    found: list[int] = []
+    result: list[int] = []
     for fixed in layout.fixed.tolist():
-        found.append(fixed if fixed != FREE else int(step(found).argmax()))
-    return found
+        result.append(fixed if fixed != FREE else int(step(result).argmax()))
+    return result
 
 
 def chameleon(style: str) -> Case:

@@ -18,13 +18,13 @@ def captions(device: str) -> dict:
     inputs = prepare(processor, images, PROMPT, model)
     options = {"max_new_tokens": 6, "do_sample": False}
     fast = visspec.accelerate(model, "vispec", adaptive=False)
-    found = {name: one.generate(**inputs, **options).tolist() for name, one in (("vispec", fast), ("stock", model))}
+    result = {name: one.generate(**inputs, **options).tolist() for name, one in (("vispec", fast), ("stock", model))}
     weight = model.get_decoder().layers[0].self_attn.q_proj.weight
-    return found | {"rows": (weight.to_local() if hasattr(weight, "to_local") else weight).shape[0]}
+    return result | {"rows": (weight.to_local() if hasattr(weight, "to_local") else weight).shape[0]}
 
 
 def main(home: Path) -> None:
-    found = captions("tp")
-    (home / f"rank{dist.get_rank()}.json").write_text(json.dumps(found))
+    result = captions("tp")
+    (home / f"rank{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()

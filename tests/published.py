@@ -313,9 +313,9 @@ def edges(weights, unary: Tensor, hidden: Tensor, before: int, top_k: int) -> Te
     named = "candidate_selector."
     context = weights[f"{named}predecessor_codebook"][before] * (weights[f"{named}hidden_projection.weight"] @ hidden)
     ids = unary.argsort(descending=True)[:top_k]
-    found = torch.full_like(unary, float("-inf"))
-    found[ids] = unary[ids] + weights[f"{named}successor_codebook"][ids] @ context
-    return found
+    result = torch.full_like(unary, float("-inf"))
+    result[ids] = unary[ids] + weights[f"{named}successor_codebook"][ids] @ context
+    return result
 
 
 class Watched:
@@ -382,7 +382,7 @@ def check_drafts(drafter, model, name, config, weights, table, depth=3):
     target, state, answer = begun(drafter, model, inputs, NEW)
     for _ in range(2):
         draft = Watched(drafter, seen).propose(state, depth)
-        levels = [one for found in seen for one in (found.unbind(1) if found.dim() == 3 else [found])][-depth:]
+        levels = [one for result in seen for one in (result.unbind(1) if result.dim() == 3 else [result])][-depth:]
         for b in range(len(rows)):
             done = len(state.tokens[b])
             assert state.tokens[b] == answer[b, :done].tolist()

@@ -29,18 +29,18 @@ def execute(notebook, cwd: Path = FOLDER, seconds: int = SECONDS):
 
 def kept(outputs: list) -> list:
     """Outputs as they are stored: nothing of stderr, text in one piece, pictures with a palette."""
-    found: list = []
+    result: list = []
     for output in outputs:
         if output.get("name") == "stderr":
             continue
-        if output.output_type == "stream" and found and found[-1].output_type == "stream":
-            found[-1].text += output.text
+        if output.output_type == "stream" and result and result[-1].output_type == "stream":
+            result[-1].text += output.text
             continue
         if "image/png" in output.get("data", {}):
             output.data["image/png"] = small(output.data["image/png"])
             output.data.pop("image/jpeg", None)  # of the same picture
-        found.append(output)
-    return found
+        result.append(output)
+    return result
 
 
 def small(png: str) -> str:

@@ -93,9 +93,9 @@ def alone(model: nn.Module, inputs: Any) -> list[list[int]]:
     """Greedy tokens of our plain decoding of each prompt alone, under `batch_invariant=True`."""
     fast = visspec.accelerate(model, None, batch_invariant=True)
     rows = inputs if isinstance(inputs, list) else [single_row(inputs, b) for b in range(len(inputs["input_ids"]))]
-    found = [new_tokens(fast.generate(**each, max_new_tokens=NEW, do_sample=False), each)[0] for each in rows]
-    longest = 0 if isinstance(inputs, list) else max(map(len, found))
-    return [tokens + [PAD] * (longest - len(tokens)) for tokens in found]
+    result = [new_tokens(fast.generate(**each, max_new_tokens=NEW, do_sample=False), each)[0] for each in rows]
+    longest = 0 if isinstance(inputs, list) else max(map(len, result))
+    return [tokens + [PAD] * (longest - len(tokens)) for tokens in result]
 
 
 def cast(inputs: Any) -> Any:
@@ -218,7 +218,7 @@ REASONS = {  # words of a refusal, and what the page says of it; the first that 
 def reason_of(row: Row) -> str:
     """The reason of a row, which classes share: of a refusal one of `REASONS`, else without names and values."""
     if row.outcome == "refused":
-        return next(said for words, said in REASONS.items() if re.search(words, row.reason))
+        return next(message for words, message in REASONS.items() if re.search(words, row.reason))
     return row.reason.replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -231,8 +231,8 @@ def page(rows: list[Row]) -> str:
         names = groups.setdefault((row.outcome, reason_of(row) or f"with {row.inputs}"), [])
         names += [f"`{row.name}`"] * (f"`{row.name}`" not in names)
     head = ["", "| outcome | why | classes |", "|---|---|---|"]
-    found = [f"| {outcome} | {why} | {', '.join(names)} |" for (outcome, why), names in groups.items()]
-    return "\n".join([INTRODUCTION, *table, *head, *found, ""])
+    result = [f"| {outcome} | {why} | {', '.join(names)} |" for (outcome, why), names in groups.items()]
+    return "\n".join([INTRODUCTION, *table, *head, *result, ""])
 
 
 def main() -> None:
@@ -248,9 +248,9 @@ def main() -> None:
     verdicts("LlamaForCausalLM")  # imports what all need, before processes part
     rows: list[Row] = []
     with ThreadPoolExecutor(arguments.workers) as pool:
-        for found in pool.map(isolated, arguments.names or generating()):
-            rows += found
-            for row in found:
+        for result in pool.map(isolated, arguments.names or generating()):
+            rows += result
+            for row in result:
                 print(f"{row.name:50} {row.inputs:12} {row.outcome:12} {row.reason}", flush=True)
     if arguments.out:
         arguments.out.write_text(page(rows))

@@ -66,12 +66,12 @@ class TableTarget:
         return state, Scores(Categorical(self.table.logp_CV[before][:, None]))
 
     def contexts(self, state: State, draft: Draft) -> Tensor:
-        found = [self.table.after(state.cache, draft.value[:, 0])]
+        result = [self.table.after(state.cache, draft.value[:, 0])]
         parent = draft.tree.parent.expand_as(draft.value)
         for n in range(1, draft.tree.size):
-            above = torch.stack(found, dim=1).gather(1, parent[:, n : n + 1])[:, 0]
-            found.append(self.table.after(above, draft.value[:, n]))
-        return torch.stack(found, dim=1)
+            above = torch.stack(result, dim=1).gather(1, parent[:, n : n + 1])[:, 0]
+            result.append(self.table.after(above, draft.value[:, n]))
+        return torch.stack(result, dim=1)
 
     def verify(self, state: State, draft: Draft) -> Scores:
         logits = self.table.logp_CV[self.contexts(state, draft)]

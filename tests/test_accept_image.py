@@ -112,16 +112,16 @@ def test_law_and_drift_by_formula(name, drawn):
     _, exact, rest = every_child(rule, p, q if drawn else None)
     assert (f > exact + 1e-3).any()
     output = torch.diag(f) + (1 - f)[:, None] * rest  # row x: the law of the token, given that x was drafted
-    found = enumerated(rule, p, q if drawn else None)
+    result = enumerated(rule, p, q if drawn else None)
     if drawn:
-        assert (q @ output - q @ found).abs().max() < tolerance
-    assert (output - found).abs().max() < tolerance
+        assert (q @ output - q @ result).abs().max() < tolerance
+    assert (output - result).abs().max() < tolerance
     drift = drift_of(rule, p, q if drawn else None)
     assert (drift - (f - exact)).abs().max() < 1e-6
     if drawn:
-        assert abs(float(q @ drift) - total_variation(q @ found, p)) < 1e-6
+        assert abs(float(q @ drift) - total_variation(q @ result, p)) < 1e-6
     else:
-        assert (drift - 0.5 * (found - p).abs().sum(1)).abs().max() < 1e-6
+        assert (drift - 0.5 * (result - p).abs().sum(1)).abs().max() < 1e-6
 
 
 def random_round(shape, drawn, rows=40, seed=0, vocab=K):
@@ -231,8 +231,8 @@ def test_greedy_limits(shape):
     loose = bound(Lantern(k=5, delta=0.9))(draft, scores, None)
     taken = draft.value.gather(1, loose.path.clamp(min=0))
     above = loose.path.roll(1, 1).clamp(min=0)
-    wanted = scores.distribution.logits.argmax(-1).gather(1, above)
-    differs = (taken != wanted) & (loose.path > 0)
+    expected = scores.distribution.logits.argmax(-1).gather(1, above)
+    differs = (taken != expected) & (loose.path > 0)
     assert torch.equal(loose.drift, differs.sum(1).float()) and float(loose.drift.sum()) > 0
     assert ((taken != -1) | (loose.path < 0)).all()
 
@@ -244,8 +244,8 @@ def test_nearest_codes_by_definition(codes, k, chunk):
         drawn = torch.randn(codes, 5, generator=torch.Generator().manual_seed(codes))
         e = drawn.round() if ties else drawn
         far = (e.double()[:, None] - e.double()).square().sum(2).fill_diagonal_(float("inf"))
-        wanted = far.sort(dim=1, stable=True).indices[:, :k]
-        assert torch.equal(codebook.nearest(e, k, chunk), wanted)
+        expected = far.sort(dim=1, stable=True).indices[:, :k]
+        assert torch.equal(codebook.nearest(e, k, chunk), expected)
 
 
 def test_grammar_ids():

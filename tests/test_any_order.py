@@ -144,8 +144,8 @@ def test_tree_laws_are_path_laws(condition):
         text = TEXTS[condition][b]
         for level in range(4):
             alone = logits_after(condition, text, [], [order[level]])[-1]
-            found = first.distribution.logits[b, 0] if level == 0 else first.aux["ahead"][b, 0, level - 1]
-            torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+            result = first.distribution.logits[b, 0] if level == 0 else first.aux["ahead"][b, 0, level - 1]
+            torch.testing.assert_close(result, alone, rtol=1e-4, atol=1e-4)
     for round_ in range(2):  # the second behind a committed path that is no chain
         scores = target.verify(state, Draft(tokens, tree))
         before = [[], []] if round_ == 0 else [[3, 2, 6], [5, 0, 4]]
@@ -154,8 +154,8 @@ def test_tree_laws_are_path_laws(condition):
             for level in range(4):
                 places = [*order[: len(codes)], order[len(codes) + level]]
                 alone = logits_after(condition, TEXTS[condition][b], codes, places)[-1]
-                found = scores.distribution.logits[b, node] if level == 0 else scores.aux["ahead"][b, node, level - 1]
-                torch.testing.assert_close(found, alone, rtol=1e-4, atol=2e-4)
+                result = scores.distribution.logits[b, node] if level == 0 else scores.aux["ahead"][b, node, level - 1]
+                torch.testing.assert_close(result, alone, rtol=1e-4, atol=2e-4)
         target.commit(state, Draft(tokens, tree), SimpleNamespace(path=[[0, 2, 5]] * 2))
         state.position = state.position + 3
 
@@ -242,11 +242,11 @@ def misreported(p, committed, draft):
 
 def whole_law_again(p, committed, draft):
     """No residual: after a rejection, a draw from the whole law."""
-    found = {}
+    result = {}
     for gained, share in verdicts(p, committed, draft):
         key = gained[:-1]
-        found[key] = found.get(key, 0.0) + share
-    return [((*key, y), share * float(p((*committed, *key))[y])) for key, share in found.items() for y in range(4)]
+        result[key] = result.get(key, 0.0) + share
+    return [((*key, y), share * float(p((*committed, *key))[y])) for key, share in result.items() for y in range(4)]
 
 
 def keeps_on(p, committed, draft):

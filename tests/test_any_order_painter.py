@@ -72,8 +72,8 @@ def test_orders_of_a_call(pipe):
     for given in (list(own), torch.tensor(own), np.array(own)):
         assert torch.equal(pipe(TEXTS[0], seed=1, order=given).tokens[0], named["halton"])
     assert torch.equal(pipe(TEXTS[0], seed=1, order=list(range(SIDE * SIDE))).tokens[0], named["raster"])
-    for order, said in (([0, 0, 1], "expected each of 0..2 once"), ([1, 0], "expected the 6 * 6 of the image")):
-        with raises_line(f"^order: got .*{re.escape(said)}"):
+    for order, message in (([0, 0, 1], "expected each of 0..2 once"), ([1, 0], "expected the 6 * 6 of the image")):
+        with raises_line(f"^order: got .*{re.escape(message)}"):
             pipe(TEXTS[0], order=order)
     with pytest.raises(ValueError, match="order: got RejectedRegions, expected raster, spread, halton"):
         pipe(TEXTS[0], order="islands")
@@ -143,8 +143,8 @@ def test_published_laws_by_formula(tmp_path):
     pairs = torch.stack([asked, tensors["tok_embeddings.weight"][codes]], dim=1).flatten(0, 1)
     at = torch.cat([torch.zeros(1, dtype=torch.long), 1 + order.repeat_interleave(2)])
     expected = gpt_reference(tensors, torch.cat([first, pairs])[None], turn[at], 4, 2)[:, 1::2]
-    found = distributions(model, model.prefix(torch.tensor([3])), codes[None], order[None])
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    result = distributions(model, model.prefix(torch.tensor([3])), codes[None], order[None])
+    torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-4)
 
 
 # --- presets, and the included painter --------------------------------------------------------------------------------

@@ -178,11 +178,11 @@ def stock_draft(name, target, drafter, inputs):
         "dflash": "DFlashTokenCandidateGenerator", "gemma4": "SinglePositionMultiTokenCandidateGenerator",
         "mtp": "MTPCandidateGenerator",
     }[name]  # fmt: skip
-    generate, found = getattr(theirs, kind).get_candidates, []
+    generate, result = getattr(theirs, kind).get_candidates, []
 
     def spy(self, input_ids, *args, **kwargs):
         ids, logits = generate(self, input_ids, *args, **kwargs)
-        found.append(ids[0, input_ids.shape[1] :].tolist())
+        result.append(ids[0, input_ids.shape[1] :].tolist())
         return ids, logits
 
     getattr(theirs, kind).get_candidates = spy
@@ -190,7 +190,7 @@ def stock_draft(name, target, drafter, inputs):
         of_transformers(name, target, drafter, inputs)
     finally:
         getattr(theirs, kind).get_candidates = generate
-    return next(draft for draft in found if draft)
+    return next(draft for draft in result if draft)
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -248,12 +248,12 @@ def test_kinds_are_told_apart_by_form():
 def test_refuses_other_targets():
     muse, gemma = pair_of("dflash")[0], pair_of("gemma4")[0]
     wide = gemma4_assistant(backbone_hidden_size=48)
-    for target, drafter, said in (
+    for target, drafter, message in (
         (muse, block_assistant(hidden_size=48, num_attention_heads=4), "hidden size of 48"),
         (muse, block_assistant(target_layer_ids=[0, 9]), "contains layer 9"),
         (muse, block_assistant(mask_token_id=400), "mask_token_id 400"),
         (gemma, wide, "hidden size of 48"),
         (llama(), gemma4_assistant(), "reads layers of"),
     ):
-        with raises_line(said):
+        with raises_line(message):
             visspec.accelerate(target, drafter)

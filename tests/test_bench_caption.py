@@ -62,9 +62,9 @@ def test_speed_by_category(home, captioner, capsys):
     asked = [{**MMSPEC, "category": name} for name in ("chart", "photo", "chart")]
     file = written(home, *asked, VLLM | {"image_files": ["a.png"]})
     record = measured(home, "--data", file)
-    found = record["categories"]
-    assert {name: row["compared"] for name, row in found.items()} == {"chart": 2, "photo": 1, "custom_mm": 1}
-    assert all(row["identical"] == row["compared"] and row["tau"] >= 1 for row in found.values())
+    result = record["categories"]
+    assert {name: row["compared"] for name, row in result.items()} == {"chart": 2, "photo": 1, "custom_mm": 1}
+    assert all(row["identical"] == row["compared"] and row["tau"] >= 1 for row in result.values())
     assert record["n_prompts"] == 4 and "prompts by category" in capsys.readouterr().out
     assert main(["bench", "caption", "--data", str(file), "--batch-size", "2"]) == 2
     assert "data: --batch-size above 1 can't be combined with --data" in capsys.readouterr().err
@@ -104,5 +104,5 @@ def test_several_drafters_and_a_stream(home, captioner, capsys):
     assert {name: record[name] for name in record["rows"][0]} == record["rows"][0]
     assert "plain" in record["baselines"] and not any(name.startswith("ours") for name in record["baselines"])
     assert record["items_per_second"] > 0 and record["over_transformers"] > 0
-    said = capsys.readouterr()
-    assert "c.png" in said.err and "prompts / s" in said.out and "context" in said.out
+    message = capsys.readouterr()
+    assert "c.png" in message.err and "prompts / s" in message.out and "context" in message.out

@@ -61,8 +61,8 @@ def test_commands_of_the_page(home, monkeypatch, capsys):
     for name, row in rows.items():
         assert row["quality_n"] == 2 and row["fd_name"] == "FD[random-conv]" and name in printed
     for head in re.findall(r"^\| ([^|]+) \|", text, re.M)[2:]:
-        wanted = {"FID": "FD[random-conv]"}.get(head, head)
-        assert all(part.strip() in " ".join(printed.split()) for part in wanted.split(",")), head
+        expected = {"FID": "FD[random-conv]"}.get(head, head)
+        assert all(part.strip() in " ".join(printed.split()) for part in expected.split(",")), head
     assert main([*others]) == 0
     for name in ("strict", "windows", "wide"):
         assert name in capsys.readouterr().out or name != "strict"
@@ -81,8 +81,8 @@ def test_scores_equal_metrics(home, folder, capsys, monkeypatch):
         assert main(["eval", "fid", f"drawn/{name}", "photos", "--json", "fid.json"]) == 0
         assert json.loads((home / "fid.json").read_text())["value"] == pytest.approx(row["fd"])
         images = [open_image(home / "drawn" / name / f"{i:05d}" / "samples" / "0000.png") for i in range(4)]
-        wanted = 100 * scorer.cosines(images, ["a red cube", "blue grass", "a cube", "red"]).mean()
-        assert row["clipscore"] == pytest.approx(wanted) and row["quality_n"] == 4
+        expected = 100 * scorer.cosines(images, ["a red cube", "blue grass", "a cube", "red"]).mean()
+        assert row["clipscore"] == pytest.approx(expected) and row["quality_n"] == 4
     files = {path: path.stat().st_mtime_ns for path in (home / "drawn").rglob("*.png")}
     assert len(files) == 8 and main(call) == 0, "a run goes on where it was"
     assert files == {path: path.stat().st_mtime_ns for path in (home / "drawn").rglob("*.png")}

@@ -49,10 +49,10 @@ def test_it_writes_what_it_measured(tmp_path, capsys):
         if drafted:
             cost = row["verify_over_plain"] + row["draft_over_plain"] + row["host_over_plain"]
             assert row["ideal_speedup"] == pytest.approx(row["tau"] / cost)
-    found = [row for row in rows if row["arm"] == "oracle 0.6"]
-    assert all(abs(row["expected_tau"] - 2.38) < 0.01 for row in found)
-    rounds = sum(row["compared"] * 71 / row["tau"] for row in found)  # 71: the first token is the prefill's
-    assert abs(sum(row["compared"] * 71 for row in found) / rounds - 2.38) < 0.35
+    result = [row for row in rows if row["arm"] == "oracle 0.6"]
+    assert all(abs(row["expected_tau"] - 2.38) < 0.01 for row in result)
+    rounds = sum(row["compared"] * 71 / row["tau"] for row in result)  # 71: the first token is the prefill's
+    assert abs(sum(row["compared"] * 71 for row in result) / rounds - 2.38) < 0.35
     surely = [row["tau"] for row in rows if row["arm"] == "oracle 1"]
     assert surely == [pytest.approx(71 / 12)] * 2  # six a pass, the last one shorter
     out = capsys.readouterr().out
@@ -69,13 +69,13 @@ def test_a_gpu_gets_times():
 
 
 def test_sizes_are_those_of_the_models():
-    found = {}
+    result = {}
     for name, config in [*bench_sizes.SIZES.items()][:-1]:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        found[name] = sum(p.numel() for p in model.parameters()) / 1e9
+        result[name] = sum(p.numel() for p in model.parameters()) / 1e9
     published = {"llava-1.6-7b": 6.74, "qwen2.5-vl-7b": 7.62, "janus-pro-7b": 6.21, "llamagen-xl": 0.77}
-    assert found == pytest.approx(published, abs=0.02)
+    assert result == pytest.approx(published, abs=0.02)
 
 
 def test_compares_distributions(monkeypatch):

@@ -139,11 +139,11 @@ def test_selector_greedy_chain(places):
     head, token = CandidateSelector(50, 8, 4, 5), torch.tensor([3, 49, 0])
     [torch.nn.init.normal_(p) for p in head.parameters()]
     logits, hidden = torch.randn(3, places, 50), torch.randn(3, places, 8)
-    found, below = head.likeliest(logits, hidden, token), head.logits_function(logits, hidden)
+    result, below = head.likeliest(logits, hidden, token), head.logits_function(logits, hidden)
     for place in range(places):
         token = below(place, token[:, None])[:, 0].argmax(-1)
-        assert torch.equal(found[:, place], token)
-    assert places == 1 or not torch.equal(found, logits.argmax(-1))
+        assert torch.equal(result[:, place], token)
+    assert places == 1 or not torch.equal(result, logits.argmax(-1))
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -162,8 +162,8 @@ def test_confidence_loss():
     p, q = lesson.logits.softmax(-1), logits.softmax(-1)
     rate = torch.minimum(p, q).sum(-1).detach()
     before = drafter.head.markov.down(lesson.ids[:, lesson.prompt_length : -1])
-    said = drafter.head.confidence.linear(torch.cat([hidden, before], dim=-1))[..., 0].sigmoid()
-    each = F.binary_cross_entropy(said, rate, reduction="none")
+    message = drafter.head.confidence.linear(torch.cat([hidden, before], dim=-1))[..., 0].sigmoid()
+    each = F.binary_cross_entropy(message, rate, reduction="none")
     torch.testing.assert_close(loss - plain, 2 * (each * weight).sum() / weight.sum())
     (loss - plain).backward()
     others = [p for n, p in drafter.head.named_parameters() if not n.startswith("confidence")]

@@ -27,13 +27,13 @@ def blocks(p, committed, draft, chances=block.chances):
     tokens = draft.value[0, 1:].tolist()
     laws = torch.stack([p((*committed, *tokens[:n])) for n in range(len(tokens) + 1)])
     keep_N, rest_NV = (x[0] for x in chances(draft, laws[None]))
-    found, going = [], 1.0
+    result, going = [], 1.0
     for n in reversed(range(len(tokens) + 1)):
         here = going * (float(keep_N[n]) if n else 1.0)
         rest_V = rest_NV[n] / rest_NV[n].sum()
-        found += [((*tokens[:n], y), here * float(rest_V[y])) for y in range(len(rest_V))]
+        result += [((*tokens[:n], y), here * float(rest_V[y])) for y in range(len(rest_V))]
         going -= here
-    return [v for v in found if v[1] > 0]
+    return [v for v in result if v[1] > 0]
 
 
 def law(drafter, p, shift=FRESH):
@@ -75,10 +75,10 @@ def with_luck(draft, p_BNV):
 
 def chains(q, depth, vocab=3):
     """All chains that q draws behind (), each with its probability."""
-    found = [((), 1.0)]
+    result = [((), 1.0)]
     for _ in range(depth):
-        found = [((*t, y), w * float(q(t)[y])) for t, w in found for y in range(vocab)]
-    for tokens, weight in found:
+        result = [((*t, y), w * float(q(t)[y])) for t, w in result for y in range(vocab)]
+    for tokens, weight in result:
         laws = Categorical.chain([Categorical(p=q(tokens[:n])[None]) for n in range(depth)])
         yield tree.chain_draft(torch.tensor([0]), torch.tensor([tokens]), laws), weight
 
@@ -88,8 +88,8 @@ def test_the_law_of_a_round(chances):
     p, rounds = context_law(3, 0), []
     for draft, weight in chains(context_law(3, 1), 3):
         rounds += [(weight * share, gained) for gained, share in blocks(p, (), draft, chances)]
-    found = total_variation(output_law(p, rounds, 3, 4), plain_law(p, 3, 4))
-    assert found < 1e-12 if chances is block.chances else found > 1e-3
+    result = total_variation(output_law(p, rounds, 3, 4), plain_law(p, 3, 4))
+    assert result < 1e-12 if chances is block.chances else result > 1e-3
 
 
 def test_control_reused_numbers(unwarped):

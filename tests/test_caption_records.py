@@ -45,16 +45,16 @@ def test_caption_resume(folder, tmp_path, capsys):
     out, page = tmp_path / "c.jsonl", tmp_path / "page.html"
     argv = ["caption", str(folder), "--out", str(out), "--report", str(page), *SHORT]
     assert main(argv) == 0
-    found = lines(out)
-    assert len(found) == 4 and all(r["caption"] and r["ended"] == "length" and r["tokens"] == 4 for r in found)
-    assert sorted(r["id"] for r in found) == sorted(str(p) for p in folder.rglob("*.png"))
+    result = lines(out)
+    assert len(result) == 4 and all(r["caption"] and r["ended"] == "length" and r["tokens"] == 4 for r in result)
+    assert sorted(r["id"] for r in result) == sorted(str(p) for p in folder.rglob("*.png"))
     text = page.read_text()
-    assert text.count("data:image/") == 4 and "4 records, 0 failed" in text and found[0]["id"] in text
+    assert text.count("data:image/") == 4 and "4 records, 0 failed" in text and result[0]["id"] in text
     with open(out, "ab") as file:
         file.write(b'{"id": "torn')
     out.write_bytes(b"".join(out.read_bytes().splitlines(keepends=True)[1:]))
     assert main(argv) == 0
-    assert sorted(map(str, lines(out))) == sorted(map(str, found))
+    assert sorted(map(str, lines(out))) == sorted(map(str, result))
     assert "1 records, 0 of them failed, 3 were there" in capsys.readouterr().out
     assert "prompt 'other'" in refused(capsys, *argv, "--prompt", "other")
 
@@ -81,15 +81,15 @@ def test_globs_lines_and_shards(folder, tmp_path, capsys):
     tar_of(shard, members)
     out = tmp_path / "out.jsonl"
     assert main(["caption", str(folder / "**" / "*.png"), str(table), str(shard), "--out", str(out), *SHORT]) == 1
-    found = {r["id"]: r for r in lines(out)}
-    assert len(lines(out)) == len(found) == 4 + 5 + 4
-    assert found["a"]["caption"] and found["a"]["prompt"] == "what is the ground like ?"
-    prompts = {name: found[f"{shard}/{name}"]["prompt"] for name in ("x/one", "four")}
+    result = {r["id"]: r for r in lines(out)}
+    assert len(lines(out)) == len(result) == 4 + 5 + 4
+    assert result["a"]["caption"] and result["a"]["prompt"] == "what is the ground like ?"
+    prompts = {name: result[f"{shard}/{name}"]["prompt"] for name in ("x/one", "four")}
     assert prompts == {"x/one": "how many shapes are there ?", "four": PROMPT}  # not that of the image before
-    assert found[f"{shard}/x/one"]["caption"] and found[f"{shard}/four"]["caption"]
-    assert "got no image" in found["b"]["error"] and "got no image" in found[f"{shard}/x/two"]["error"]
-    assert "not JSON" in found[f"{table}:4"]["error"] and "got int" in found[f"{table}:5"]["error"]
-    assert "gone.png" in found["5"]["error"] and "not a readable" in found[f"{shard}/three"]["error"]
+    assert result[f"{shard}/x/one"]["caption"] and result[f"{shard}/four"]["caption"]
+    assert "got no image" in result["b"]["error"] and "got no image" in result[f"{shard}/x/two"]["error"]
+    assert "not JSON" in result[f"{table}:4"]["error"] and "got int" in result[f"{table}:5"]["error"]
+    assert "gone.png" in result["5"]["error"] and "not a readable" in result[f"{shard}/three"]["error"]
     assert "a: got this id twice" in capsys.readouterr().err
 
 
@@ -116,10 +116,10 @@ def test_shard_links(folder, tmp_path, capsys):
              ("h.png", soft, "h.png"), ("i.png", hard, "gone.png"), ("j.png", tarfile.FIFOTYPE, ""),
              ("folder", soft, "x"), ("notes.txt", soft, "gone")]  # fmt: skip
     shard = linked_shard(tmp_path / "s.tar", {"x/a.png": data, "x/a.prompt": b"42", "d.png": data}, links)
-    found = {record.id.removeprefix(f"{shard}/"): record for record in sources.records([shard])}
-    good = {id: record.prompt for id, record in found.items() if record.error is None and record.image == data}
+    result = {record.id.removeprefix(f"{shard}/"): record for record in sources.records([shard])}
+    good = {id: record.prompt for id, record in result.items() if record.error is None and record.image == data}
     assert good == {"x/a": "42", "x/b": "42", "c": None, "d": None, "e": None}
-    bad = {id: record.error for id, record in found.items() if id not in good}
+    bad = {id: record.error for id, record in result.items() if id not in good}
     assert set(bad) == {"f", "g", "h", "i", "j"}
     assert all(
         f"got {id}.png, which is neither a file nor a link to one in the archive" in text for id, text in bad.items()
@@ -153,9 +153,9 @@ def test_parquet_in_and_out(folder, tmp_path):
     parquet.write_table(arrow.Table.from_pylist(rows), table)
     argv = ["caption", str(table), "--out", str(out), *SHORT]
     assert main(argv) == 0 and main(["caption", str(folder / "deep"), *argv[1:]]) == 0
-    found = parquet.read_table(out).to_pylist()
-    assert [r["id"] for r in found][:2] in (["a", "b"], ["b", "a"]) and len(found) == 4
-    assert found[0]["caption"] == found[1]["caption"] and found[0]["error"] is None
+    result = parquet.read_table(out).to_pylist()
+    assert [r["id"] for r in result][:2] in (["a", "b"], ["b", "a"]) and len(result) == 4
+    assert result[0]["caption"] == result[1]["caption"] and result[0]["error"] is None
     table.write_bytes(table.read_bytes()[:-20])
     (broken,) = sources.records([table])
     assert "can't be read behind row 0" in broken.error
@@ -165,10 +165,10 @@ def test_datasets(folder, tmp_path):
     datasets = pytest.importorskip("datasets")
     files = sorted(map(str, folder.rglob("*.png")))[:2]
     table = datasets.table.InMemoryTable.from_pydict({"image": files, "id": ["a", "b"]})
-    found = datasets.Dataset(table, fingerprint="two")
-    found.save_to_disk(tmp_path / "set")
+    result = datasets.Dataset(table, fingerprint="two")
+    result.save_to_disk(tmp_path / "set")
     assert [(r.id, r.error) for r in sources.records([tmp_path / "set"])] == [("a", None), ("b", None)]
-    found.remove_columns("id").save_to_disk(tmp_path / "bare")
+    result.remove_columns("id").save_to_disk(tmp_path / "bare")
     assert [r.id for r in sources.records([tmp_path / "bare"])] == [f"{tmp_path / 'bare'}:{i}" for i in range(2)]
 
 
@@ -196,12 +196,12 @@ def test_exit_code_of_all_records(folder, tmp_path, capsys):
 
     assert run(good)[0] == 0
     for made in (0, 0):
-        code, said = run(good, good)  # named, but no failure of the record that is made
-        assert code == 1 and f"{made} records, 0 of them failed, 1 were there, 1 repeated ids" in said
+        code, message = run(good, good)  # named, but no failure of the record that is made
+        assert code == 1 and f"{made} records, 0 of them failed, 1 were there, 1 repeated ids" in message
     for made in (1, 0):
-        code, said = run(good, bad)
-        assert code == 1 and f"{made} records, {made} of them failed" in said
-    assert "2 were there (1 of these failed; --retry-failed makes them again)" in said
+        code, message = run(good, bad)
+        assert code == 1 and f"{made} records, {made} of them failed" in message
+    assert "2 were there (1 of these failed; --retry-failed makes them again)" in message
     before = lines(out)[:1]
     assert run(good, bad, options=["--retry-failed"])[0] == 1 and len(lines(out)) == 2
     (tmp_path / "gone.png").write_bytes((folder / "scene0.png").read_bytes())
@@ -235,9 +235,9 @@ def test_unsupported_files_are_counted(source, tmp_path, capsys):
     (only / "1.heic").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"holds no image .*, but 1 .heic"):
         sources.records([only])
-    found = list(sources.records([f"{tmp_path}/{source}" if source else tmp_path]))
-    assert [Path(record.id).name for record in found] == ["a.gif", "b.bmp", "c.TIFF", "d.png", "*.heic", "*.jxl"]
-    assert "2 .heic files can't be read" in found[4].error and "1 .jxl files" in found[5].error
+    result = list(sources.records([f"{tmp_path}/{source}" if source else tmp_path]))
+    assert [Path(record.id).name for record in result] == ["a.gif", "b.bmp", "c.TIFF", "d.png", "*.heic", "*.jxl"]
+    assert "2 .heic files can't be read" in result[4].error and "1 .jxl files" in result[5].error
     assert main(["caption", str(tmp_path), "--out", str(tmp_path / "o.jsonl"), *SHORT]) == 1
     assert "2 of them failed" in capsys.readouterr().out
 
@@ -253,8 +253,8 @@ def test_removed_output_ends_run(name, folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Journal, "add", adding)
     images = [str(path) for path in folder.rglob("*.png")]
     for count in (1, 4):  # behind the last record, and between two
-        said = refused(capsys, "caption", *images[:count], "--out", str(out), *SHORT)
-        assert "The file was removed during the run" in said and not out.exists()
+        message = refused(capsys, "caption", *images[:count], "--out", str(out), *SHORT)
+        assert "The file was removed during the run" in message and not out.exists()
 
 
 def test_names_that_are_no_text(folder, tmp_path):
@@ -310,8 +310,8 @@ def test_rows_of_parquet(tmp_path):
 
     source, out = tmp_path / "s.parquet", tmp_path / "o.parquet"
     parquet.write_table(arrow.table({"image": [f"{i}.png" for i in range(150)]}), source)
-    found = [(r.id, r.image) for r in sources.records([source])]
-    assert found == [(f"{source}:{i + 1}", tmp_path / f"{i}.png") for i in range(150)]
+    result = [(r.id, r.image) for r in sources.records([source])]
+    assert result == [(f"{source}:{i + 1}", tmp_path / f"{i}.png") for i in range(150)]
     times = arrow.array([0, 2**61, 1], arrow.timestamp("us"))
     parquet.write_table(arrow.table({"id": times, "image": ["a", "b", "c"]}), source)
     first, second, third = sources.records([source])
@@ -354,8 +354,8 @@ def test_prompt_beyond_context(folder, tmp_path):
     long = {"image": str(folder / "scene0.png"), "id": "long", "prompt": "the " * 5000}
     table.write_text(json.dumps(long) + "\n" + json.dumps(long | {"id": "short", "prompt": None}))
     assert main(["caption", str(table), "--out", str(out), *SHORT]) == 1
-    found = {r["id"]: r for r in lines(out)}
-    assert "the model's context" in found["long"]["error"] and found["short"]["caption"]
+    result = {r["id"]: r for r in lines(out)}
+    assert "the model's context" in result["long"]["error"] and result["short"]["caption"]
 
 
 def test_captions_close_after_source_error(folder, little):
@@ -370,12 +370,12 @@ def test_captions_close_after_source_error(folder, little):
         return [t for t in threading.enumerate() if t.name.startswith("visspec-images")]
 
     model, processor = load(str(little))
-    found = []
+    result = []
     with Captions(accelerate(model, None), processor, slots=2, do_sample=False, max_new_tokens=4) as captions:
         with pytest.raises(OSError, match="the source is gone"):
             for made in captions(broken()):
-                found.append(made.path)
-        assert sorted(found) == list("01234")
+                result.append(made.path)
+        assert sorted(result) == list("01234")
         running = captions([folder / "scene0.png"] * 9)
         assert next(running).text and threads()
     assert list(running) == []
@@ -388,8 +388,8 @@ def test_prompt_with_image_marks(folder, little):
     model, processor = load(str(little))
     captions = Captions(accelerate(model, None), processor, do_sample=False, max_new_tokens=4)
     (made,) = captions([sources.Record("odd", folder / "scene0.png", "<image> and <image> ?")])
-    said = "prompt: got '<image> and <image> ?' with 3 <image> for 1 image, expected none in it."
-    assert made.error == f"odd: {said}"
+    message = "prompt: got '<image> and <image> ?' with 3 <image> for 1 image, expected none in it."
+    assert made.error == f"odd: {message}"
 
 
 def test_journal_of_one_run(tmp_path):
@@ -456,8 +456,8 @@ def watched(argv, out: Path) -> tuple[int, list[tuple[int, int]]]:
     process, seen = command(argv, out.with_name("said")), []
     status = Path(f"/proc/{process.pid}/status")
     while process.is_alive():
-        if status.exists() and (found := re.search(r"VmRSS:\s+(\d+) kB", status.read_text())):
-            seen.append((count_of(out), int(found[1])))
+        if status.exists() and (result := re.search(r"VmRSS:\s+(\d+) kB", status.read_text())):
+            seen.append((count_of(out), int(result[1])))
         time.sleep(0.1)
     return process.exitcode, seen
 
@@ -488,13 +488,13 @@ def check_kills(tmp_path, count: int, corrupt: int, kills: list[int], *options: 
     assert len(before) < count
     code, seen = watched(argv, out)
     assert code == 1  # also where earlier runs met the broken files
-    found = lines(out)
+    result = lines(out)
     assert [line.encode() for line in out.read_text().splitlines(keepends=True)][: len(before)] == before
-    assert len(found) == len({r["id"] for r in found}) == count
-    assert sum(r["error"] is not None for r in found) == count // corrupt
-    assert all("broken or truncated" in r["error"] or "not a readable" in r["error"] for r in found if r["error"])
+    assert len(result) == len({r["id"] for r in result}) == count
+    assert sum(r["error"] is not None for r in result) == count // corrupt
+    assert all("broken or truncated" in r["error"] or "not a readable" in r["error"] for r in result if r["error"])
     with open(tmp_path / "o.parquet", "rb") as file:
-        assert parquet.read_table(file).to_pylist() == found
+        assert parquet.read_table(file).to_pylist() == result
     return seen
 
 

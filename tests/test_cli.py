@@ -49,14 +49,14 @@ def test_captions_are_printed_and_kept(pictures, tmp_path, capsys):
     out = tmp_path / "deep" / "captions.jsonl"
     assert main(["caption", *pictures, "--slots", "2", "--out", str(out)]) == 0
     assert main(["caption", *pictures, "--slots", "2", "--stats"]) == 0
-    about, found = json.loads(Path(f"{out}.about.json").read_text()), captions(out)
+    about, result = json.loads(Path(f"{out}.about.json").read_text()), captions(out)
     assert about["guarantee"] == "exact" and about["provenance"]["torch"] and about["provenance"]["drafter"] == "vispec"
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     for path, row in zip(pictures, included.scenes("shapes").rows):
-        assert f"{path}: {found[path]['caption']}\n" in said
-        words = re.findall(r"\w+|[.,]", found[path]["caption"])
+        assert f"{path}: {result[path]['caption']}\n" in message
+        words = re.findall(r"\w+|[.,]", result[path]["caption"])
         assert SequenceMatcher(None, words, row["caption"].split(), autojunk=False).ratio() > 0.85
-    assert said.count("tau") == 2
+    assert message.count("tau") == 2
 
 
 def test_the_gpu_is_used_where_there_is_one(monkeypatch, tmp_path, capsys, caplog):
@@ -86,10 +86,10 @@ def test_help_shows_each_default_once(command, capsys):
         main([*command.split(), "--help"])
     options = re.split(r"\n  (?=-)", " ".join(capsys.readouterr().out.split("options:")[1:]))
     assert all(len(re.findall(r"default\b", option)) <= 1 for option in options)
-    found = {option.split()[0]: " ".join(option.split()) for option in options if option}
-    if "--device" in found:
-        assert found["--device"].endswith("(default: auto)")
-    assert "(default: None)" not in str(found) and "(default: False)" not in str(found)
+    result = {option.split()[0]: " ".join(option.split()) for option in options if option}
+    if "--device" in result:
+        assert result["--device"].endswith("(default: auto)")
+    assert "(default: None)" not in str(result) and "(default: False)" not in str(result)
 
 
 def test_caption_missing_file(pictures, tmp_path, capsys):
@@ -269,8 +269,8 @@ def test_captioner_scope_warning(pictures, tmp_path, capsys):
         photos.append(str(tmp_path / f"photo{i}.png"))
     short = ["--max-new-tokens", "4"]
     assert main(["caption", pictures[0], *photos, *short]) == 0
-    (said,) = capsys.readouterr().err.splitlines()
-    assert "only knows rendered scenes of coloured shapes" in said and "photo0.png" in said
+    (message,) = capsys.readouterr().err.splitlines()
+    assert "only knows rendered scenes of coloured shapes" in message and "photo0.png" in message
     assert main(["caption", *pictures, *short]) == 0  # PNG, WEBP and JPEG of its own world
     assert capsys.readouterr().err == ""
     assert main(["caption", *photos, *short, "--model", str(registry.CHECKPOINTS / "captioner")]) == 0
@@ -283,8 +283,8 @@ def test_demo_times_pictures(monkeypatch):
     monkeypatch.setattr(demo, "PAINTERS", painters)
     console = Console(file=io.StringIO(), width=120)
     section = demo.draw_pictures(console)
-    said = console.file.getvalue()
-    *_, tau, same = (cell.strip() for cell in re.search(r"│ (painter-emoji 1 .*) │", said)[1].split("│"))
+    message = console.file.getvalue()
+    *_, tau, same = (cell.strip() for cell in re.search(r"│ (painter-emoji 1 .*) │", message)[1].split("│"))
     assert same == "yes" and float(tau) > 2 and section.equal == 1
     assert "1 pictures against plain decoding" in section.summary and "1 of 1 the same picture" in section.summary
     assert all(uri.startswith("data:image/png;base64,") for uri in section.figures[0][0])
@@ -293,9 +293,9 @@ def test_demo_times_pictures(monkeypatch):
 def test_doctor_on_device(monkeypatch, capsys):
     monkeypatch.setattr("visspec.io.provenance.driver_version", lambda: "570.1")
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (9, 0))
-    said = "\n".join(doctor.kernel_lines(False))
-    assert "kernels: torch (no CUDA device)" in said and "CUDA graphs: none without a CUDA device" in said
-    assert "attend by: a mask over stored keys" in said
+    message = "\n".join(doctor.kernel_lines(False))
+    assert "kernels: torch (no CUDA device)" in message and "CUDA graphs: none without a CUDA device" in message
+    assert "attend by: a mask over stored keys" in message
     first, kernels, *rest = doctor.kernel_lines(True)
     assert first.startswith("driver 570.1, CUDA ") and kernels == "kernels: Triton on CUDA capability 9.0"
     assert "draft passes of 16-bit models attend by: tree_attention, no mask" in "\n".join(rest)

@@ -45,9 +45,9 @@ def clip(tmp_path_factory):
 
 def test_two_folders(tmp_path):
     a, b = pictures(tmp_path / "a", 12), pictures(tmp_path / "b", 12, seed=1)
-    found = measured(tmp_path, "fid", a, b, "--cache", tmp_path / "cache")
-    assert found["metric"] == "FD[random-conv]" and found["n"] == found["n_reference"] == 12 and found["value"] > 0
-    assert measured(tmp_path, "fid", a, b, "--cache", tmp_path / "cache")["value"] == found["value"]
+    result = measured(tmp_path, "fid", a, b, "--cache", tmp_path / "cache")
+    assert result["metric"] == "FD[random-conv]" and result["n"] == result["n_reference"] == 12 and result["value"] > 0
+    assert measured(tmp_path, "fid", a, b, "--cache", tmp_path / "cache")["value"] == result["value"]
     assert measured(tmp_path, "fid", a, a)["value"] == pytest.approx(0, abs=1e-6)
     kid = measured(tmp_path, "kid", a, b, "--subsets", 3, "--subset-size", 6)
     assert kid["metric"] == "KID[random-conv]" and kid["subset_size"] == 6
@@ -56,14 +56,14 @@ def test_two_folders(tmp_path):
 def test_eval_broken_file(tmp_path, capsys):
     a, b = pictures(tmp_path / "a", 6), pictures(tmp_path / "b", 5)
     (a / "9.png").write_bytes(b"broken")
-    found = measured(tmp_path, "fid", a, b, code=1)
-    assert found["n"] == 6 and any("9.png" in p for p in found["problems"]) and "9.png" in capsys.readouterr().err
+    result = measured(tmp_path, "fid", a, b, code=1)
+    assert result["n"] == 6 and any("9.png" in p for p in result["problems"]) and "9.png" in capsys.readouterr().err
 
 
 def test_another_extractor_names_the_metric(tmp_path, clip):
     a = pictures(tmp_path / "a", 5)
-    found = measured(tmp_path, "fid", a, a, "--extractor", clip)
-    assert found["metric"] == f"FD[{clip}]" and found["value"] == pytest.approx(0, abs=1e-3)
+    result = measured(tmp_path, "fid", a, a, "--extractor", clip)
+    assert result["metric"] == f"FD[{clip}]" and result["value"] == pytest.approx(0, abs=1e-3)
 
 
 def test_clipscore_of_a_flat_folder_resumes(tmp_path, clip, monkeypatch):

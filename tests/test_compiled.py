@@ -48,8 +48,8 @@ def test_two_graphs_per_row_count(backend, monkeypatch):
     passes = quick.target.passes
     for rows, graphs in (("one", 2), ("ragged", 4), ("one", 4), ("several", 4), ("even", 4)):
         inputs = prompt("llama", shapes("llama")[rows])
-        found = quick.generate(**inputs, **GREEDY)
-        assert torch.equal(found, model.generate(**inputs, **GREEDY))
+        result = quick.generate(**inputs, **GREEDY)
+        assert torch.equal(result, model.generate(**inputs, **GREEDY))
         assert (passes.graphs, passes.late) == (graphs, 0), rows
     assert passes.ready == {False, True} and not passes.refused
     assert dressed(model) == before
@@ -114,9 +114,9 @@ def test_no_late_graph_inductor(monkeypatch):
         for row in range(1, rows):
             inputs["attention_mask"][row, : chance.randrange(length - 1)] = 0
         asked = {"max_new_tokens": chance.randrange(2, 12), "do_sample": False}
-        found = quick.generate(**inputs, **asked)
+        result = quick.generate(**inputs, **asked)
         if i % 10 == 0:
-            assert torch.equal(found, model.generate(**inputs, **asked)), (rows, length)
+            assert torch.equal(result, model.generate(**inputs, **asked)), (rows, length)
         if passes.late:
             late.append((i, rows, length))
     assert not late and passes.graphs == 4 and not passes.refused
@@ -128,8 +128,8 @@ def test_images_with_guidance_in_two_graphs(tmp_path):
     pipe, quick = (visspec.ImagePipeline.from_pretrained(tmp_path, compile=compile) for compile in (False, True))
     asked = dict(prompt=["a", "a b c"], seed=3, output_type="latent")
     for options in ({"batch_size": 1}, {"batch_size": 2, "guidance_scale": 2.0}):
-        plain, found = pipe(**asked, **options), quick(**asked, **options)
-        assert all(torch.equal(x, y) for x, y in zip(plain.tokens, found.tokens))
+        plain, result = pipe(**asked, **options), quick(**asked, **options)
+        assert all(torch.equal(x, y) for x, y in zip(plain.tokens, result.tokens))
     passes = [target.passes for target in {setup.target for (setup, _) in quick._built.values()}]
     assert [(p.graphs, p.late, p.refused) for p in passes] == [(2, 0, "")]
 
@@ -185,10 +185,10 @@ def check_said_once(monkeypatch, backend, said, model, drafter, inputs, call, wh
         quick.target.passes = None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = [call(quick, inputs, **GREEDY) for _ in range(3)]
+        result = [call(quick, inputs, **GREEDY) for _ in range(3)]
     ours = [str(w.message) for w in caught if "compile:" in str(w.message)]
     assert len(ours) == 1 and said in ours[0]
-    assert found == [call(visspec.accelerate(model, drafter, adaptive=False), inputs, **GREEDY)] * 3
+    assert result == [call(visspec.accelerate(model, drafter, adaptive=False), inputs, **GREEDY)] * 3
 
 
 @pytest.mark.parametrize(("backend", "said"), [(broken, "no compiler here"), (wrong, "differs by")])
@@ -222,8 +222,8 @@ def test_stock_arm_compiles_steps(monkeypatch):
     model, made = llama(seed=20, num_hidden_layers=1), []
     monkeypatch.setattr(compiled, "BACKEND", lambda graph, inputs: made.append(graph) or graph)
     steps, inputs = compiled.stepwise(model, model.get_decoder()), ids_of(9)
-    found = steps.generate(**inputs, **GREEDY, cache_implementation="static")
-    assert torch.equal(found, model.generate(**inputs, **GREEDY)) and len(made) == 1
+    result = steps.generate(**inputs, **GREEDY, cache_implementation="static")
+    assert torch.equal(result, model.generate(**inputs, **GREEDY)) and len(made) == 1
 
 
 def drafted(fast, inputs, **options) -> tuple:
@@ -320,9 +320,9 @@ def test_samples_and_trees_not_compiled():
 
 def test_drafter_compile_failure_warns_once(monkeypatch):
     model = model_of("llava")
-    inputs, said = prompt("llava", shapes("llava")["one"]), "EagleDrafter with drafts that fail"
+    inputs, message = prompt("llava", shapes("llava")["one"]), "EagleDrafter with drafts that fail"
     monkeypatch.setattr(compiled.CompiledFunctions, "compile", lambda *_: partial(broken, None))  # tracing takes long
-    check_said_once(monkeypatch, broken, said, model, features(model), inputs, drafted, whole=False)
+    check_said_once(monkeypatch, broken, message, model, features(model), inputs, drafted, whole=False)
 
 
 @pytest.mark.parametrize("run", [False, pytest.param(True, marks=pytest.mark.nightly)])
@@ -347,13 +347,13 @@ def test_targets_share_graphs(pipe):
 def test_two_threads_compile_once():
     model = llama(seed=19, num_hidden_layers=1)
     quick, inputs = visspec.accelerate(model, "ngram", compile=True, adaptive=False), ids_of(9)
-    want, found = model.generate(**inputs, **GREEDY), [None] * 2
+    want, result = model.generate(**inputs, **GREEDY), [None] * 2
 
     def go(i: int) -> None:
-        found[i] = quick.generate(**inputs, **GREEDY)
+        result[i] = quick.generate(**inputs, **GREEDY)
 
     together([partial(go, i) for i in range(2)])
-    assert all(torch.equal(one, want) for one in found)
+    assert all(torch.equal(one, want) for one in result)
     passes = quick.target.passes
     assert passes.graphs - passes.late == 2, "of two threads one warms up"
     assert passes.late <= 1, "torch's guards, checked by two threads at once, may fail for nothing"

@@ -30,9 +30,9 @@ def tokens(tree):
 
 
 def test_longest_newest_match_first():
-    found = row(TEXT).matches()
-    assert [TEXT[place] for _, _, place in found] == [9, 4]  # both followed 1 2 3
-    assert [LENGTHS[source // MATCHES] for source, _, _ in found] == [3, 3]
+    result = row(TEXT).matches()
+    assert [TEXT[place] for _, _, place in result] == [9, 4]  # both followed 1 2 3
+    assert [LENGTHS[source // MATCHES] for source, _, _ in result] == [3, 3]
     longer = row([8, 6, 5, 1, 2, 3, 9, 1, 2, 3, 4, 8, 6, 5, 1, 2, 3]).matches()
     assert [LENGTHS[source // MATCHES] for source, _, _ in longer] == [5, 3]
 
@@ -40,19 +40,19 @@ def test_longest_newest_match_first():
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
 def test_matches_are_those_of_a_search(text):
-    found = row(text).matches()
+    result = row(text).matches()
 
     def length(place):
         return next((n for n in range(place) if text[place - n - 1] != text[-n - 1]), place)
 
     longest = max((length(place) for place in range(1, len(text))), default=0)
-    assert len({place for _, _, place in found}) == len(found) <= MATCHES
-    for source, ids, place in found:
+    assert len({place for _, _, place in result}) == len(result) <= MATCHES
+    for source, ids, place in result:
         bucket = LENGTHS[source // MATCHES]
         assert ids == text and length(place) >= bucket, (bucket, place)
     if longest <= text_index.INDEXED:
-        assert (longest > 0) == (len(found) > 0)
-        assert not found or length(found[0][2]) == longest
+        assert (longest > 0) == (len(result) > 0)
+        assert not result or length(result[0][2]) == longest
 
 
 def test_follows_finished_answers():
@@ -128,11 +128,11 @@ def test_candidates_by_pair_and_token():
 def test_every_drafted_node_has_candidates():
     one = row(TEXT, {3: [7, 8], 7: [6]})
     tree = one.grow(nodes=8, depth=4)
-    found = one.pairs(5, added=0)
-    assert found[0] == (2, 3) and len(found) == 5
-    assert found[1:] == [(tree[node.parent].token, node.token) for node in tree[1:5]]
+    result = one.pairs(5, added=0)
+    assert result[0] == (2, 3) and len(result) == 5
+    assert result[1:] == [(tree[node.parent].token, node.token) for node in tree[1:5]]
     one.extend([9, 9])
-    assert one.pairs(1, added=2) == found[:1], "the root, once its round has added tokens"
+    assert one.pairs(1, added=2) == result[:1], "the root, once its round has added tokens"
 
 
 def test_candidates_are_the_targets_own(monkeypatch):
@@ -247,13 +247,13 @@ def test_pads_to_cheaper_size():
     """The table of a CPU's float32 products; a line through passes of two and three nodes would end drafting."""
     table = {1: 1.0, 2: 1.58, 3: 1.94, 4: 1.32, 6: 1.5, 8: 1.58, 12: 1.75, 16: 1.98}
     expected = [1.0, 1.4, 1.6, 1.75, 1.8, 1.85, 1.9, 1.95, *[1.95] * 8]
-    found, drafts = drafted(AdaptiveLength(), lambda n: table.get(n, n / 8), expected, rounds=400)
-    assert drafts > 300 and found < 1.04 * 1.32 / 1.75
+    result, drafts = drafted(AdaptiveLength(), lambda n: table.get(n, n / 8), expected, rounds=400)
+    assert drafts > 300 and result < 1.04 * 1.32 / 1.75
 
 
 def test_rests_where_nothing_pays():
-    found, drafts = drafted(AdaptiveLength(), lambda n: float(n), [1.0 + 0.1 * n for n in range(33)], rounds=400)
-    assert found < 1.02 and drafts <= 4 and VAIN < 400
+    result, drafts = drafted(AdaptiveLength(), lambda n: float(n), [1.0 + 0.1 * n for n in range(33)], rounds=400)
+    assert result < 1.02 and drafts <= 4 and VAIN < 400
 
 
 # --- bench text -------------------------------------------------------------------------------------------------------
@@ -296,17 +296,17 @@ def bench(texts, tokenizer=None, **options):
 
 
 def test_bench_text_has_categories():
-    found = bench([("abcabcabc", "a"), ("hello hello", "b")])
-    assert [*found["baselines"]] == ["transformers_generate", "plain", "transformers_prompt_lookup"]
-    assert {name: row["identical"] for name, row in found["categories"].items()} == {"a": 1, "b": 1}
-    assert found["bench"] == "text" and found["identical"] == found["compared"] == 2 and not found["failures"]
+    result = bench([("abcabcabc", "a"), ("hello hello", "b")])
+    assert [*result["baselines"]] == ["transformers_generate", "plain", "transformers_prompt_lookup"]
+    assert {name: row["identical"] for name, row in result["categories"].items()} == {"a": 1, "b": 1}
+    assert result["bench"] == "text" and result["identical"] == result["compared"] == 2 and not result["failures"]
 
 
 def test_bench_text_in_batches_and_a_stream():
-    found = bench([(text, "a") for text in ("abcabcabc", "hello hello", "a b c")], batch_size=2, stream=True)
-    assert [*found["baselines"]] == ["transformers_generate", "plain"] and "categories" not in found
-    assert found["identical"] == found["compared"] == 2
-    assert found["items_per_second"] > 0 and found["over_transformers"] > 0
+    result = bench([(text, "a") for text in ("abcabcabc", "hello hello", "a b c")], batch_size=2, stream=True)
+    assert [*result["baselines"]] == ["transformers_generate", "plain"] and "categories" not in result
+    assert result["identical"] == result["compared"] == 2
+    assert result["items_per_second"] > 0 and result["over_transformers"] > 0
 
 
 def test_bench_text_measures_no_prompt_twice():
@@ -318,6 +318,6 @@ def test_bench_text_measures_no_prompt_twice():
             asked.extend(text)
             return super().__call__(text, **more)
 
-    found = bench([("abcdefgh", ""), ("the quick brown fox", "")], Listening())
+    result = bench([("abcdefgh", ""), ("the quick brown fox", "")], Listening())
     assert asked[:2] == ["abcdefgh", "the quick brown fox"] and len(set(asked)) == len(asked) > 2
-    assert found["n_prompts"] == 2
+    assert result["n_prompts"] == 2

@@ -322,9 +322,9 @@ def test_published_ratio_drift_bound(rule, p, q, weight):
     draft = trees.chain_draft(torch.zeros(count, 1), path.points[:, None, -1], Trajectory.chain([path]))
     verdict = rule(draft, Scores(Denoising(distributions[0].predict, distributions[0].steps, (count, 2), 1)), noise)
     kept = (verdict.length == 2)[:, None]
-    found = torch.where(kept, draft.value[:, 1], verdict.next)[:, 0]
+    result = torch.where(kept, draft.value[:, 1], verdict.next)[:, 0]
     edges = stats.norm.ppf(np.linspace(0, 1, bins + 1), *p)
-    variation = 0.5 * np.abs(np.histogram(found, edges)[0] / count - 1 / bins).sum()
+    variation = 0.5 * np.abs(np.histogram(result, edges)[0] / count - 1 / bins).sum()
     drift, noise = float(verdict.drift.mean()), 0.5 * (bins / count) ** 0.5
     assert drift == 0.0 and variation < 1.5 * noise if weight == 1.0 else variation - noise < drift < 3 * variation
 
@@ -400,14 +400,14 @@ def test_a_forecast_is_its_steps_one_by_one():
     ahead, g, start = denoise.forecast(steps), 3, 11
     x, mean = torch.randn(4), torch.randn(4)
     noise = torch.randn(6, 4) * steps.low[start : start + 6, None].exp()
-    found = [
+    result = [
         ahead.point[g, start, k] * x + ahead.mean[g, start, k] * mean + ahead.noise[g, start, k, :6] @ noise
         for k in range(6)
     ]
     for k in range(6):
         value = ahead.of_x[g, start + k] * x + ahead.of_mean[g, start + k] * mean
         x = steps.keep[start + k] * x + steps.move[start + k] * value + noise[k]
-        torch.testing.assert_close(found[k], x, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(result[k], x, atol=1e-5, rtol=1e-4)
     frozen = denoise.SPREADS.index(0.0)
     assert bool((ahead.of_x[frozen] == 0).all()) and bool((ahead.of_mean[frozen] == 1).all())
 

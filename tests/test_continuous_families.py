@@ -89,8 +89,8 @@ def test_nextstep_published_sampler(images, guidance):
             x = start[row, index][None]
 
             def velocity(x, t, conditions=conditions):
-                said = [model.head(x, torch.tensor([t]), condition) for condition in conditions]
-                return said[0] if guidance == 1.0 else said[1] + guidance * (said[0] - said[1])
+                message = [model.head(x, torch.tensor([t]), condition) for condition in conditions]
+                return message[0] if guidance == 1.0 else message[1] + guidance * (message[0] - message[1])
 
             for i, (t, after) in enumerate(pairwise(grid)):
                 v, dt = velocity(x, t), after - t
@@ -115,8 +115,8 @@ def test_nextstep_law_of_nodes(images):
         alone = target.verify(one, Draft(draft[:, node : node + 1], trees.chain(0, "cpu"))).distribution
         one.cache.slots.commit([[0]] * 4)
         one.position = one.position + 1
-        found = together.kernel(x, step, torch.tensor([node, 4 + node]))
-        for a, b in zip(found, alone.kernel(x, step)):
+        result = together.kernel(x, step, torch.tensor([node, 4 + node]))
+        for a, b in zip(result, alone.kernel(x, step)):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 

@@ -62,18 +62,18 @@ def test_schedules_are_respaced_as_published(count, learned):
     before = np.append(1.0, level[:-1])
     variance = beta * (1 - before) / (1 - level)
     variance[0] = variance[1]
-    found = schedule(count, learned)
-    steps = found.steps
-    assert found.times.tolist() == times[::-1].tolist()
-    for name, ours, wanted in (
+    result = schedule(count, learned)
+    steps = result.steps
+    assert result.times.tolist() == times[::-1].tolist()
+    for name, ours, expected in (
         ("keep", steps.keep, (1 - before) * np.sqrt(1 - beta) / (1 - level)),
         ("move", steps.move, beta * np.sqrt(before) / (1 - level)),
         ("low", steps.low, np.log(variance) / 2),
         ("high", steps.high, (np.log(beta) if learned else np.log(variance)) / 2),
-        ("signal", found.signal, np.sqrt(level)),
-        ("noise", found.noise, np.sqrt(1 - level)),
+        ("signal", result.signal, np.sqrt(level)),
+        ("noise", result.noise, np.sqrt(1 - level)),
     ):
-        np.testing.assert_allclose(ours.double().numpy()[::-1], wanted, rtol=2e-6, atol=1e-7, err_msg=name)
+        np.testing.assert_allclose(ours.double().numpy()[::-1], expected, rtol=2e-6, atol=1e-7, err_msg=name)
 
 
 # --- MAR --------------------------------------------------------------------------------------------------------------
@@ -149,13 +149,13 @@ def test_mar_loads_as_published(published, network, counts):
     for row, count in enumerate(counts):
         known[row, torch.randperm(9)[:count]] = True
     reference = Published(published, SMALL.heads, SMALL.buffer)
-    wanted = torch.stack([reference.conditions(values[b], known[b], int(labels[b])) for b in range(3)])
+    expected = torch.stack([reference.conditions(values[b], known[b], int(labels[b])) for b in range(3)])
     values[~known] = float("nan")  # what is not known is not read
     found = mar_conditions(network, values, known, labels)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
     x, t = torch.randn(3, 4), torch.tensor([0.0, 7.0, 999.0])
-    torch.testing.assert_close(network.head(x, t, found[:, 5]), reference.head(x, t, wanted[:, 5]), rtol=0, atol=1e-5)
+    torch.testing.assert_close(network.head(x, t, found[:, 5]), reference.head(x, t, expected[:, 5]), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -164,11 +164,11 @@ def test_mar_loads_as_published(published, network, counts):
 def test_published_sizes_of_mar(size, millions, head, tensors):
     with torch.device("meta"):
         network = mar.MAR(mar.SIZES[size])
-    found = {name: tuple(value.shape) for name, value in network.state_dict().items()}
+    result = {name: tuple(value.shape) for name, value in network.state_dict().items()}
     names = mar_names(mar.SIZES[size])
-    assert found == names
-    assert tensors in (None, len(found))
-    assert round(sum(map(math.prod, found.values())) / 1e6, 1) == pytest.approx(millions, abs=0.11)
+    assert result == names
+    assert tensors in (None, len(result))
+    assert round(sum(map(math.prod, result.values())) / 1e6, 1) == pytest.approx(millions, abs=0.11)
     assert round(sum(p.numel() for p in network.head.parameters()) / 1e6, 1) == pytest.approx(head, abs=0.11)
     meta = {name: torch.empty(shape, device="meta") for name, shape in names.items()}
     inferred = layouts_mar.config_of(Weights("here", rename(meta, ())), None)
@@ -208,10 +208,10 @@ def test_kl_autoencoders_load_as_published(tmp_path, quantised):
     }  # fmt: skip
     formulas = KLFormulas(plain)
     latent, pixels = torch.randn(2, 4, 3, 5), torch.rand(2, 3, 8, 12) * 2 - 1
-    wanted = formulas.decode(formulas.conv(latent, "post_quant_conv"), **DECODED)
-    torch.testing.assert_close(model.decode(latent).sample, wanted, rtol=1e-4, atol=2e-5)
-    wanted = formulas.encode(pixels, **ENCODED)
-    torch.testing.assert_close(model.encode(pixels).latent_dist.parameters, wanted, rtol=1e-4, atol=2e-5)
+    expected = formulas.decode(formulas.conv(latent, "post_quant_conv"), **DECODED)
+    torch.testing.assert_close(model.decode(latent).sample, expected, rtol=1e-4, atol=2e-5)
+    expected = formulas.encode(pixels, **ENCODED)
+    torch.testing.assert_close(model.encode(pixels).latent_dist.parameters, expected, rtol=1e-4, atol=2e-5)
 
 
 def test_autoencoder_sizes():
@@ -260,11 +260,11 @@ def test_nextstep_loads_as_published(tmp_path, table, used, normalised):
 
     index = torch.tensor([[0, 1, 2], [4, 5, 6]])
     place = tensors["gen_pos_embed"][0][index] if used else 0
-    wanted = reference.linear(hidden[:, -3:] + place, "image_out_projector")
-    torch.testing.assert_close(model.conditions(hidden[:, -3:], index), wanted, rtol=0, atol=1e-5)
+    expected = reference.linear(hidden[:, -3:] + place, "image_out_projector")
+    torch.testing.assert_close(model.conditions(hidden[:, -3:], index), expected, rtol=0, atol=1e-5)
     x, t = torch.randn(3, 16), torch.tensor([0.0, 0.3, 0.96])
-    wanted, condition = reference.head(x, t, wanted[0], "image_head.net"), wanted[0]
-    torch.testing.assert_close(model.head(x, t, condition), wanted, rtol=0, atol=1e-5)
+    expected, condition = reference.head(x, t, expected[0], "image_head.net"), expected[0]
+    torch.testing.assert_close(model.head(x, t, condition), expected, rtol=0, atol=1e-5)
 
 
 def test_nextstep_misfits(tmp_path):
@@ -292,8 +292,8 @@ def test_the_image_tokenizer_of_nextstep(tmp_path):
     model = layouts_nextstep.load_nextstep_vae(folder)
     assert (model.config.scaling_factor, model.config.shift_factor) == (0.4, 0.1)
     latent = torch.randn(1, 4, 3, 3)
-    wanted = KLFormulas(tensors).decode(latent, **DECODED)
-    torch.testing.assert_close(model.decode(latent).sample, wanted, rtol=1e-4, atol=2e-5)
+    expected = KLFormulas(tensors).decode(latent, **DECODED)
+    torch.testing.assert_close(model.decode(latent).sample, expected, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.2])
@@ -307,8 +307,8 @@ def test_flow_schedules(count, shift):
         assert steps.fixed
         of_point, of_output = (part[i] for part in schedule.estimate())
         torch.testing.assert_close(schedule.times[i].item(), t)
-        found = steps.keep[i] * x + steps.move[i] * (of_point * x + of_output * v)
-        torch.testing.assert_close(found, mean, rtol=1e-5, atol=2e-5)
+        result = steps.keep[i] * x + steps.move[i] * (of_point * x + of_output * v)
+        torch.testing.assert_close(result, mean, rtol=1e-5, atol=2e-5)
         torch.testing.assert_close(steps.low[i].exp().item(), deviation, rtol=1e-5, atol=1e-7)
 
     grid = [i / (count - 1) * 0.96 for i in range(count)]

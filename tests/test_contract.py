@@ -76,8 +76,8 @@ def test_tree_equals_paths_and_prefill(name, shape):
         scores = target.verify(state, draft)
         for b, tokens in enumerate(state.tokens):
             gained = [tokens + draft.value[b, [1, 3, 5, 7]].tolist()] * len(rows)
-            found = scores.distribution.logits[b, [0, 1, 3, 5, 7]]
-            torch.testing.assert_close(found, forced(name, rows, gained)[b, -5:], **CLOSE)
+            result = scores.distribution.logits[b, [0, 1, 3, 5, 7]]
+            torch.testing.assert_close(result, forced(name, rows, gained)[b, -5:], **CLOSE)
         return
     draft = random_draft(state, seed=1)
     assert short == len(state.tokens[0])

@@ -137,8 +137,8 @@ def test_converted_llamagen(tmp_path, monkeypatch):
     plain = ImagePipeline(net, T5Features.from_pretrained("t5"), parts=parts)
     options = {"seed": 5, "drafter": None, "guidance_scale": 3.0, "top_k": 7}
     words = ["a red cube", "blue"]
-    found = ImagePipeline.from_pretrained("made")(words, **options)
-    assert found.images == plain(words, **options).images
+    result = ImagePipeline.from_pretrained("made")(words, **options)
+    assert result.images == plain(words, **options).images
     stored = read_tensors(tmp_path / "made")
     assert all(torch.equal(stored[f"net.{name}"], value) for name, value in net.state_dict().items())
 
@@ -155,8 +155,8 @@ def test_lantern_drafter_in_folder(tmp_path, monkeypatch):
     pipe = ImagePipeline.from_pretrained("made")
     options = {"seed": 5, "guidance_scale": 3.0, "output_type": "latent"}
     method = {"drafter": "image-eagle:tree=dynamic", "acceptance": "lantern:k=8,delta=0.1"}  # the preset, of 24 codes
-    found = pipe("a red cube", **method, **options)
-    assert found.stats[0].faults == 0 and found.stats[0].guarantee == "approximate"
+    result = pipe("a red cube", **method, **options)
+    assert result.stats[0].faults == 0 and result.stats[0].guarantee == "approximate"
     exact = pipe("a red cube", preset="drafter", **options)
     plain = pipe("a red cube", preset="plain", **options)
     assert torch.equal(exact.tokens[0], plain.tokens[0])
@@ -179,17 +179,17 @@ def test_anole_gets_its_codec(tmp_path, monkeypatch, capsys):
     call = ["convert", "anole", "anole-hf", "--out", "made"]
     assert main([*call, "--vq", "vqgan.ckpt"]) == 0
     parts = {"style": PromptStyle("{}", guidance=3.0, size=64)}  # fewer codes
-    found = ImagePipeline.from_pretrained("made", parts=parts)("a red cube", seed=3)
+    result = ImagePipeline.from_pretrained("made", parts=parts)("a red cube", seed=3)
     bare = ImagePipeline.from_pretrained("anole-hf", parts=parts)
     with pytest.raises(ValueError, match="visspec convert anole MODEL --vq vqgan"):
         bare("a red cube", seed=3)
-    assert torch.equal(bare("a red cube", seed=3, output_type="latent").tokens[0], found.tokens[0])
+    assert torch.equal(bare("a red cube", seed=3, output_type="latent").tokens[0], result.tokens[0])
     codec = load_taming_vq(conversion.safetensors_of(tmp_path / "vqgan.ckpt", tmp_path / "x"))
-    pixels = codec.decode(found.tokens[0][None], (4, 4))[0]
-    assert np.array_equal(np.asarray(found.images[0]), (255 * (pixels / 2 + 0.5)).round().byte().numpy())
+    pixels = codec.decode(result.tokens[0][None], (4, 4))[0]
+    assert np.array_equal(np.asarray(result.images[0]), (255 * (pixels / 2 + 0.5)).round().byte().numpy())
     ImagePipeline.from_pretrained("made").save_pretrained("again")
     ImagePipeline.from_pretrained("again").save_pretrained("again")
-    assert ImagePipeline.from_pretrained("again", parts=parts)("a red cube", seed=3).images == found.images
+    assert ImagePipeline.from_pretrained("again", parts=parts)("a red cube", seed=3).images == result.images
     for arguments, words in (
         ([], "vq: got none, expected the published codec of Anole"),
         (["--vq", "gone.ckpt"], "gone.ckpt does not exist"),

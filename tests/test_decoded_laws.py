@@ -49,8 +49,8 @@ def balance(drafter, rule, rows=1000):
         total += F.one_hot(token, V) - p
         variance += p * (1 - p)
         code = FLAT.after(code, token)
-    found = torch.cat([total, total**2 - variance], dim=1)
-    return float((found.mean(0) / found.std(0)).abs().max()) * rows**0.5
+    result = torch.cat([total, total**2 - variance], dim=1)
+    return float((result.mean(0) / result.std(0)).abs().max()) * rows**0.5
 
 
 @pytest.mark.parametrize("name", [*DRAFTERS][::2])
@@ -89,7 +89,7 @@ def test_windows_of_known_laws_are_all_kept(rule, redraw):
     table.logp_CV[:] = table.logp_CV[0].clone()
     for seed in range(8):
         state = decoded(TableTarget(table), Jacobi(width, redraw), rule(), 1, 60, seed, Steady(width))
-        gained = [found.committed[0] for found in state.trace.rounds]
+        gained = [result.committed[0] for result in state.trace.rounds]
         assert all(a + b >= width + 2 for a, b in itertools.pairwise(gained[:-1])) and min(gained) < width
 
 

@@ -77,9 +77,9 @@ def test_law_enumerated_over_noise():
 
 @pytest.mark.parametrize("refine", [2, 6])
 def test_reported_laws_and_rejection(refine):
-    found = proposed(drafter(refine=refine), ImageAR(family(), features=True), 0.1)
-    check_reported(*found)
-    check_rejection(*found, seed=0)
+    result = proposed(drafter(refine=refine), ImageAR(family(), features=True), 0.1)
+    check_reported(*result)
+    check_rejection(*result, seed=0)
 
 
 # --- outputs ----------------------------------------------------------------------------------------------------------

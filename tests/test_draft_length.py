@@ -245,8 +245,8 @@ def test_slow_first_draft(monkeypatch):
     rates, verify = RATES["the small tree has what helps"], PASSES["nodes are free"]
 
     def mean():
-        found = [in_structures(rates, verify, seed, tokens=3000, first=5.0)[1][200:] for seed in range(6)]
-        prices = [price(rates, verify, pick) for picks in found for pick in picks]
+        result = [in_structures(rates, verify, seed, tokens=3000, first=5.0)[1][200:] for seed in range(6)]
+        prices = [price(rates, verify, pick) for picks in result for pick in picks]
         return sum(prices) / len(prices) / best_price(rates, verify)
 
     assert mean() < 1.25

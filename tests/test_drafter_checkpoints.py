@@ -57,12 +57,12 @@ KINDS = {  # how they are made and loaded
 def saved(tmp_path_factory):
     root = tmp_path_factory.mktemp("drafters")
     write(root / "upsampler", Upsampler(UpsamplerConfig(tiny_images.CODES, width=8, layers=2)), {})
-    found = {"upsampler": (root / "upsampler", lambda folder: lowres.load_upsampler(folder, janus()))}
+    result = {"upsampler": (root / "upsampler", lambda folder: lowres.load_upsampler(folder, janus()))}
     for kind, (make, loader, of) in KINDS.items():
         make().save_pretrained(root / kind, {"seed": 1}, torch.float16)
         target = janus() if of == "janus" else model_of(of)
-        found[kind] = root / kind, partial(loader.from_pretrained, target=target)
-    return found
+        result[kind] = root / kind, partial(loader.from_pretrained, target=target)
+    return result
 
 
 def outcome(folder, load, config):
@@ -74,9 +74,9 @@ def outcome(folder, load, config):
             load(folder)
         return None
     except ValueError as error:
-        said = str(error)
-        assert said and "\n" not in said and len(said) < 600, said
-        return said
+        message = str(error)
+        assert message and "\n" not in message and len(message) < 600, message
+        return message
     finally:
         (folder / "config.json").write_text(before)
         assert largest.found < 1_000_000, "nothing near what it asks for was allocated"

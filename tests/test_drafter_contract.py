@@ -106,8 +106,8 @@ IMAGE_FORMS += ["image-eagle:window=6", "image-eagle:window=5,levels=1"]
 def test_image_equals_plain_decoding(name, temperature, guidance):
     expected, _ = drawn(janus_pair(None, registry.rule("exact")), ROWS, 0, temperature, guidance)
     setup = janus_pair(sharp(tiny_drafter(name)), registry.rule("exact"))
-    found, state = drawn(setup, ROWS, 0, temperature, guidance)
-    assert found == expected and ("=" not in name or max(r.levels for r in state.trace.rounds) > 1)
+    result, state = drawn(setup, ROWS, 0, temperature, guidance)
+    assert result == expected and ("=" not in name or max(r.levels for r in state.trace.rounds) > 1)
     assert drawn(setup, [1], 0, temperature, guidance)[0] == expected[1:2]
 
 
@@ -191,10 +191,10 @@ def of_codes(drafter):
     case, family = made("janus"), made("janus").family
 
     def asked(rows):
-        found, sampling = case.prompt(rows), Sampling(1.0, guidance=case.guidance)
+        result, sampling = case.prompt(rows), Sampling(1.0, guidance=case.guidance)
         generators = [torch.Generator().manual_seed(row) for row in rows]
         places = case.layout.positions
-        return Request(found, found.ids, places, sampling, grid=case.layout.grid, generators=generators)
+        return Request(result, result.ids, places, sampling, grid=case.layout.grid, generators=generators)
 
     return pictures(stirred(drafter), asked, family)
 
@@ -211,9 +211,9 @@ def of_mar():
     single = {row: test_mar_target.generators(3)[row] for row in range(3)}
 
     def asked(rows):
-        found = test_mar_target.request([(1, 4, 0)[row] for row in rows], Sampling(1.0, guidance=2.0))
-        found.generators = [single[row].clone_state() for row in rows]
-        return found
+        result = test_mar_target.request([(1, 4, 0)[row] for row in rows], Sampling(1.0, guidance=2.0))
+        result.generators = [single[row].clone_state() for row in rows]
+        return result
 
     return pictures(SmallMAR(near), asked, rule=SomeVectors(), target=MARTarget(images), levels=2)
 
@@ -310,5 +310,5 @@ def test_drafts_are_batch_invariant(name):
         for _ in drafts:
             advance(single, *decoded)
             retire(single, *decoded[:2])
-        for found, wanted in zip(drafts, alone[row], strict=True):
-            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+        for result, expected in zip(drafts, alone[row], strict=True):
+            torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3)

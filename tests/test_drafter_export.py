@@ -34,15 +34,15 @@ def test_run_writes_card(data, capsys):
     out = train(data, "out", preset="eagle3", draft_vocab=40)
     card, progress = (out / "README.md").read_text(), json.loads((out / "run" / "progress.json").read_text())
     spec = str(out)
-    measured = next(found for found in progress["validations"] if found["step"] == progress["best"]["step"])
+    measured = next(result for result in progress["validations"] if result["step"] == progress["best"]["step"])
     parts = [f"| tau_sampled | {measured['tau_sampled']} |", f"| best at step | {measured['step']} |", "| steps | 2 |"]
     parts += ["| data | data, 3 items", "on 1 held-out", "answers of the target", "preset `eagle3`"]
     parts += ["| structure | width=10,nodes=60 |"]
     parts += [f"visspec.accelerate(model, {spec!r})", "'owner/target'"]
     for part in parts:
         assert part in card, part
-    said = capsys.readouterr().err
-    assert f"--drafter {spec}" in said and "2 steps see 2 of 2 items" in said and "1 validate" in said
+    message = capsys.readouterr().err
+    assert f"--drafter {spec}" in message and "2 steps see 2 of 2 items" in message and "1 validate" in message
     assert registry.drafter(spec, model_of("llava"))[0].nodes == 60
     fast = visspec.accelerate(model_of("llava"), spec)
     fast.drafter.export(data / "again", "eagle3")
@@ -57,13 +57,13 @@ def test_the_shell_exports_what_was_trained(data, capsys):
     drafter, _ = registry.drafter(str(data / "x"), model_of("llava"))
     assert drafter.block == registry.drafter(str(out), model_of("llava"))[0].block
     (data / "bare").mkdir()
-    for argv, said in (
+    for argv, message in (
         ([str(out), "--form", "eagle3"], "form: got 'eagle3', expected one of dflash"),
         ([str(out), "--form", "dflash", "--out", str(data / "x")], "x already holds a model. Choose another folder."),
         ([str(data / "bare"), "--form", "dflash"], "target: got none, and "),
     ):
         assert main(["export", *argv, *(() if "--out" in argv else ("--out", str(data / "y")))]) == 2
-        assert said in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("preset, form, said", [

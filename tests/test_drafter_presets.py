@@ -54,8 +54,8 @@ def data(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", TRAINED)
 def test_preset_trains_and_is_exact(data, tmp_path, name):
     more = {"draft_vocab": 40} if name in ("eagle3", "vispec") else {}
-    found = train_drafter.run("x", data[0], tmp_path / "out", preset=name, **TINY, **more)
-    assert len(found) == 1 and found[0]["tau_greedy"] >= 1.0
+    result = train_drafter.run("x", data[0], tmp_path / "out", preset=name, **TINY, **more)
+    assert len(result) == 1 and result[0]["tau_greedy"] >= 1.0
     model, preset = model_of("llava"), RECIPES[name]
     fresh = registry.drafter_class(preset.kind).for_model(model, **of_preset(name, model, more)[0])
     drafter, _ = registry.drafter(tmp_path / "out", model)
@@ -331,8 +331,8 @@ def test_sharpest_attention_layer(sharp):
 
 def before_attentions(forward):
     def silent(*args, **options):
-        found = forward(*args, **options)
-        found.attentions = None
-        return found
+        result = forward(*args, **options)
+        result.attentions = None
+        return result
 
     return silent

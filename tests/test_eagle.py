@@ -129,17 +129,17 @@ def test_long_prompts_grow_rotations():
 
 @torch.inference_mode()
 def test_laws_in_float64():
-    found = []
+    result = []
     for dtype in (torch.float32, torch.float64):
         model = copy.deepcopy(model_of("llama")).to(dtype)
         drafter = EagleDrafter.for_model(model, seed=1, image_latents=0)
         inputs = prompt("llama", shapes("llama")["ragged"])
         _, _, state, _ = opened(drafter, request_of(model, inputs, temperature=0, max_new_tokens=NEW, seed=0))
-        drafter._logits = lambda feature, own=drafter._logits: found[-1].append(own(feature)) or found[-1][-1]
-        found.append([])
+        drafter._logits = lambda feature, own=drafter._logits: result[-1].append(own(feature)) or result[-1][-1]
+        result.append([])
         drafter.propose(state, 4)
-    assert len(found[0]) == len(found[1]) == 4 and drafter.layer.qkv.dtype == torch.float64
-    for single, double in zip(*found):
+    assert len(result[0]) == len(result[1]) == 4 and drafter.layer.qkv.dtype == torch.float64
+    for single, double in zip(*result):
         torch.testing.assert_close(single.double(), double, rtol=1e-3, atol=1e-3)
 
 

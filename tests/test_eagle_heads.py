@@ -115,8 +115,8 @@ def test_wave_lengths_of_llama3():
     rope = scaling | {"rope_theta": 500.0}
     theirs = tf.LlamaConfig(hidden_size=32, num_attention_heads=4, head_dim=8, rope_parameters=rope)
     want, factor = ROPE_INIT_FUNCTIONS["llama3"](theirs)
-    found, ours = frequencies(drafter.config, "cpu")
-    torch.testing.assert_close(found, want)
+    result, ours = frequencies(drafter.config, "cpu")
+    torch.testing.assert_close(result, want)
     assert factor == ours == 1.0
 
 
@@ -127,12 +127,12 @@ def test_interleaved_rotary_sections():
     config = make("qwen3_vl", "eagle3").config
     assert config.mrope_interleaved and config.mrope_section
     position = torch.randint(0, 50, (3, 2, 7))
-    found = turns_at(turns(config, 60, "cpu"), position, config.mrope_section, True)
+    result = turns_at(turns(config, 60, "cpu"), position, config.mrope_section, True)
     rotary = model_of("qwen3_vl").model.language_model.rotary_emb
     cos, sin = rotary(torch.zeros(1), position)
     half = config.head_size // 2
-    torch.testing.assert_close(found.real, cos[..., :half])
-    torch.testing.assert_close(found.imag, sin[..., :half])
+    torch.testing.assert_close(result.real, cos[..., :half])
+    torch.testing.assert_close(result.imag, sin[..., :half])
 
 
 @pytest.mark.parametrize("changes,sentence", [
@@ -167,8 +167,8 @@ def test_branches_of_a_gate(branch):
         network.gate.weight.zero_()
         network.gate.bias.copy_(torch.eye(4)[branch])
     x, real = torch.randn(3, 11, 32), torch.arange(11) < torch.tensor([[11], [2], [7]])
-    found = network(x, x, real, torch.randn(3, 32))
-    for run, length, got in zip(x, real.sum(1), found):
+    result = network(x, x, real, torch.randn(3, 32))
+    for run, length, got in zip(x, real.sum(1), result):
         alone = run[:length].T
         middle = [(2 * i + 1) * int(length) // 6 for i in range(3)]
         want = (

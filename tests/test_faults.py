@@ -214,8 +214,8 @@ def test_spoilt_drafts_of_images(kind, rows, temperature):
     plain, _ = drawn(janus_pair(None, Exact()), list(range(rows)), temperature=temperature)
     setup = janus_pair(Spoilt(plain, SPOILT[kind]), Exact())
     with pytest.warns(RuntimeWarning, match="drafter Spoilt"):
-        found, state = drawn(setup, list(range(rows)), temperature=temperature, faults=None)
-    assert found == plain and state.trace.faults > 0
+        result, state = drawn(setup, list(range(rows)), temperature=temperature, faults=None)
+    assert result == plain and state.trace.faults > 0
 
 
 def test_tree_for_chain_rule_is_fault():
@@ -366,8 +366,8 @@ def test_pruned_head(drafter):
     quick = visspec.accelerate(model, drafter, adaptive=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = quick.generate(ids, max_new_tokens=12, do_sample=False)
-    assert found.tolist() == model.generate(ids, max_new_tokens=12, do_sample=False).tolist()
+        result = quick.generate(ids, max_new_tokens=12, do_sample=False)
+    assert result.tolist() == model.generate(ids, max_new_tokens=12, do_sample=False).tolist()
     assert quick.last_stats.faults == 0
     assert quick.target.capabilities.prompt_ids > quick.target.capabilities.vocab == 40
 

@@ -35,8 +35,8 @@ def test_writable_check_leaves_nothing(tmp_path):
     ):
         assert why in unwritable(path, folder) and str(path) in unwritable(path, folder)
     with full_disk():
-        found = unwritable(tmp_path / "x.json")
-    assert "can't be written (File too large)" in found
+        result = unwritable(tmp_path / "x.json")
+    assert "can't be written (File too large)" in result
     assert file.read_text() == "kept" and os.listdir(tmp_path) == ["file"]
 
 

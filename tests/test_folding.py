@@ -86,12 +86,12 @@ def test_folded_equals_repeated(data):
     mask = torch.randn(data.draw(st.sampled_from([1, rows])), 1, nodes, extent, generator=g)
     module = nn.Module()
     module.num_key_value_groups = share
-    wanted, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
+    expected, _ = sdpa_attention_forward(module, query, key, value, mask, scaling=0.3)
     # rows for more heads than this layer has to a key head are left alone
     rows = mask.repeat(1, 1, share + data.draw(st.integers(0, 2)), 1)
-    found, weights = ENTRY(module, query, key, value, None, scaling=0.3, visspec=rows)
-    assert weights is None and found.shape == wanted.shape and found.is_contiguous()
-    assert torch.allclose(found, wanted, atol=1e-5)
+    result, weights = ENTRY(module, query, key, value, None, scaling=0.3, visspec=rows)
+    assert weights is None and result.shape == expected.shape and result.is_contiguous()
+    assert torch.allclose(result, expected, atol=1e-5)
 
 
 def test_stock_calls_are_stock():
@@ -118,10 +118,10 @@ def test_more_than_a_softmax_goes_to_stock():
     module.num_key_value_groups = 2
     query, key, mask = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 1, 3, 9)
     bias = torch.randn(1, 4, 3, 9)
-    wanted, _ = sdpa_attention_forward(module, query, key, key, mask, position_bias=bias)
+    expected, _ = sdpa_attention_forward(module, query, key, key, mask, position_bias=bias)
     rows = mask.repeat(1, 1, 2, 1)
-    found, _ = ENTRY(module, query, key, key, mask, position_bias=bias, visspec=rows)
-    assert torch.equal(found, wanted)
+    result, _ = ENTRY(module, query, key, key, mask, position_bias=bias, visspec=rows)
+    assert torch.equal(result, expected)
     with pytest.raises(ValueError, match="softcap"):
         ENTRY(module, query, key, key, mask, softcap=30.0, visspec=rows)
 
@@ -178,8 +178,8 @@ def test_stock_calls_under_our_name(shape):
     model, inputs = model_of("llama"), prompt("llama", shapes("llama")[shape])
     with switch_attention(draft_attention.configurations(model)):
         assert new_tokens(model.generate(**inputs, **GREEDY), inputs) == stock("llama", shape)
-        found = model(**inputs).logits
-    assert torch.equal(found, model(**inputs).logits)
+        result = model(**inputs).logits
+    assert torch.equal(result, model(**inputs).logits)
 
 
 class Swallows(LlamaAttention):

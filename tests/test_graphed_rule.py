@@ -45,10 +45,10 @@ def draw(rule, spec, temperature=1.0):
 def test_decisions_are_the_rules_own(rule, spec, temperature):
     rerun.count = 0
     captured = GraphedRule(registry.rule(rule), record=rerun)
-    found = draw(captured, spec, temperature)
-    assert found == draw(registry.rule(rule), spec, temperature)
+    result = draw(captured, spec, temperature)
+    assert result == draw(registry.rule(rule), spec, temperature)
     assert captured.traits == registry.rule(rule).traits
-    assert 0 < rerun.count == len(captured.recordings) < found[2]
+    assert 0 < rerun.count == len(captured.recordings) < result[2]
 
 
 def test_control_empty_replay():
@@ -88,9 +88,9 @@ def test_trees_of_one_shape(drawn):
             tokens = torch.multinomial(q[0], 1, generator=g)[:, 0][None]
             draft, scores = drafted(tokens, trees.static(parent), q if drawn else None), Scores(Categorical(logits))
             noise = rule.make_noise([torch.Generator().manual_seed(seed)], vocab)
-            found, expected = captured(draft, scores, noise), rule(draft, scores, noise)
+            result, expected = captured(draft, scores, noise), rule(draft, scores, noise)
             for name, value in vars(expected).items():
-                same = getattr(found, name) is None if value is None else torch.equal(getattr(found, name), value)
+                same = getattr(result, name) is None if value is None else torch.equal(getattr(result, name), value)
                 assert same, (seed, parent, name)
             drift += float(expected.drift)
     assert drift > 1.0 and rerun.count == len(captured.recordings) == 2  # the first and the last tree share one

@@ -173,8 +173,8 @@ def test_sampling_with_seeds(standin):
     model = llama(seed=3)
     inputs = prompt("llama", shapes("llama")["ragged"])
     asked = [{**inputs, "max_new_tokens": 20, "do_sample": True, "seed": seed} for seed in (1, 2)]
-    (plain, found), quick = both(model, lambda: Hostile(seed=1), *asked, acceptance="rejection")
-    assert [r.state.tokens for r in plain] == [r.state.tokens for r in found]
+    (plain, result), quick = both(model, lambda: Hostile(seed=1), *asked, acceptance="rejection")
+    assert [r.state.tokens for r in plain] == [r.state.tokens for r in result]
     assert plain[0].state.tokens != plain[1].state.tokens
     assert isinstance(quick.rule, GraphedRule) and quick.rule.recordings and quick.last_stats.acceptance == "Rejection"
 
@@ -311,8 +311,8 @@ def test_short_requests(standin, monkeypatch):
     recorder, seen = quick.target.recorder, eager_passes(quick.target)
     asked = {"input_ids": torch.tensor([[5, 6, 7]]), "do_sample": False}
     for new, graphs_made, eager in ((7, 0, 6), (12, 1, 7), (7, 1, 7)):
-        found = quick.generate(**asked, max_new_tokens=new)
-        assert torch.equal(found, model.generate(**asked, max_new_tokens=new))
+        result = quick.generate(**asked, max_new_tokens=new)
+        assert torch.equal(result, model.generate(**asked, max_new_tokens=new))
         assert (recorder.graphs, len(seen)) == (graphs_made, eager), new
     two = {"input_ids": torch.tensor([[5, 6, 7], [8, 9, 10]]), "do_sample": False, "max_new_tokens": 7}
     assert torch.equal(quick.generate(**two), model.generate(**two)) and recorder.graphs == 1
@@ -344,9 +344,9 @@ def test_drafts_are_those_of_the_drafter(options, levels, standin, monkeypatch):
             assert compiling.drafted(quick, inputs, **more) == want[rows, kind], rows
     made, replays = own.graphs, standin.replays
     assert made and not own.refused and quick.setup.passes == [quick.target.recorder, own]
-    found = compiling.drafted(quick, inputs, **GREEDY)
-    assert found == want["one", 0] and own.graphs == made
-    launches = [2 + -(-depth // 4) for depth, _ in found[1]]
+    result = compiling.drafted(quick, inputs, **GREEDY)
+    assert result == want["one", 0] and own.graphs == made
+    launches = [2 + -(-depth // 4) for depth, _ in result[1]]
     assert standin.replays - replays == sum(launches) + 1  # with the verdict on the prompt's token
     assert max(launches) == 4
     assert len(free(own)) == len({stores.number for stores in free(own)}) and quick.last_state.memory.lease is None
@@ -381,8 +381,8 @@ def test_drafts_that_are_not_recorded(standin):
         (EagleDrafter(head, model, width=2), {"do_sample": False}),
     ):
         eager, quick = (visspec.accelerate(model, copy.copy(drafter), adaptive=False, graphs=g) for g in (False, None))
-        found = compiling.drafted(quick, inputs, max_new_tokens=12, **more)
-        assert found == compiling.drafted(eager, inputs, max_new_tokens=12, **more)
+        result = compiling.drafted(quick, inputs, max_new_tokens=12, **more)
+        assert result == compiling.drafted(eager, inputs, max_new_tokens=12, **more)
         own = quick.drafter.recorder
         assert quick.target.recorder.graphs and (own is None or own.graphs == 0)
 
@@ -404,9 +404,9 @@ def test_draft_capture_failure(last, monkeypatch):
         return record(call)
 
     own.record = failing
-    said, found = warned(lambda: [compiling.drafted(quick, inputs, **GREEDY) for _ in range(2)])
-    assert said == ["graphs: drafts of EagleDrafter run without CUDA graphs: RuntimeError: no graphs here"]
-    assert found == [compiling.drafted(eager, inputs, **GREEDY)] * 2 and len(calls) == last
+    message, result = warned(lambda: [compiling.drafted(quick, inputs, **GREEDY) for _ in range(2)])
+    assert message == ["graphs: drafts of EagleDrafter run without CUDA graphs: RuntimeError: no graphs here"]
+    assert result == [compiling.drafted(eager, inputs, **GREEDY)] * 2 and len(calls) == last
     assert not own.recordings and not free(own) and not quick.target.recorder.refused
 
 
@@ -446,12 +446,12 @@ def test_a_capture_that_fails(at, error, monkeypatch):
     made = recording(monkeypatch, {at: error})
     model = llama(seed=9)
     quick = visspec.accelerate(model, "ngram", adaptive=False)
-    said, outputs = warned(lambda: [quick.generate(**ASKED) for _ in range(3)])
+    message, outputs = warned(lambda: [quick.generate(**ASKED) for _ in range(3)])
     assert all(torch.equal(output, model.generate(**ASKED)) for output in outputs)
     recorder, seen = quick.target.recorder, eager_passes(quick.target)
-    assert len(said) == 1 and str(error) in said[0] and made.count > at
-    if said[0].startswith("graphs:"):
-        assert said[0].startswith("graphs: passes of LlamaForCausalLM run without CUDA graphs: ")
+    assert len(message) == 1 and str(error) in message[0] and made.count > at
+    if message[0].startswith("graphs:"):
+        assert message[0].startswith("graphs: passes of LlamaForCausalLM run without CUDA graphs: ")
         assert recorder.refused and not recorder.recordings and not free(recorder) and not recorder.shared
         quick.generate(**ASKED)
         assert len(seen) == len(quick.last_state.trace.rounds)
@@ -476,8 +476,8 @@ def test_no_memory_for_stores(standin, monkeypatch):
     calls.clear()
     kept.append(True)
     quick = visspec.accelerate(model, None)
-    said, output = warned(lambda: quick.generate(**ASKED))
-    assert torch.equal(output, model.generate(**ASKED)) and len(said) == 1 and "no room" in said[0]
+    message, output = warned(lambda: quick.generate(**ASKED))
+    assert torch.equal(output, model.generate(**ASKED)) and len(message) == 1 and "no room" in message[0]
     assert quick.target.recorder.refused and not free(quick.target.recorder)
 
 
@@ -507,9 +507,9 @@ def test_control_host_counter(standin):
     model.model.__class__ = Noting
     plain, quick = (visspec.accelerate(model, None, probe=False, graphs=graph) for graph in (False, None))
     want = plain.generate(**ASKED)
-    said, output = warned(lambda: quick.generate(**ASKED))
+    message, output = warned(lambda: quick.generate(**ASKED))
     assert torch.equal(output, want)
-    assert len(said) == 1 and "its output differs by" in said[0]
+    assert len(message) == 1 and "its output differs by" in message[0]
 
 
 def asking(model):
@@ -528,8 +528,8 @@ def asking(model):
 def test_a_pass_that_waits_is_noticed(standin):
     model = asking(llama(seed=9))
     quick = visspec.accelerate(model, None)
-    said, output = warned(lambda: quick.generate(**ASKED))
-    assert len(said) == 1 and "a synchronizing operation" in said[0]
+    message, output = warned(lambda: quick.generate(**ASKED))
+    assert len(message) == 1 and "a synchronizing operation" in message[0]
     assert torch.equal(output, model.generate(**ASKED))
 
 
@@ -539,29 +539,29 @@ def test_a_hook_is_called(where, standin):
     quick = visspec.accelerate(model, None)
     assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED)) and quick.target.recorder.recordings
     hook = model.get_submodule(where).register_forward_hook(lambda *call: seen.append(call))
-    said, _ = warned(lambda: quick.generate(**ASKED))
+    message, _ = warned(lambda: quick.generate(**ASKED))
     assert len(seen) == ASKED["max_new_tokens"]
     hook.remove()
     name = where or "LlamaForCausalLM"
     why = f"graphs: got LlamaForCausalLM with hooks on {name}, expected one without: they would not be called"
-    assert said == [why]
+    assert message == [why]
     if where == "":  # of what no pass goes through, nothing is said
         hook = model_of("llava").model.vision_tower.register_forward_hook(lambda *call: None)
         quick = fast("llava", None)
-        said, _ = warned(lambda: greedy(quick, "llava", "one"))
+        message, _ = warned(lambda: greedy(quick, "llava", "one"))
         hook.remove()
-        assert not said and quick.target.recorder.graphs
+        assert not message and quick.target.recorder.graphs
 
 
 def test_changed_weights_and_modes(standin):
     model = llama(seed=9)
     quick = visspec.accelerate(model, None)
     with torch.autocast("cpu", torch.bfloat16):
-        said, _ = warned(lambda: quick.generate(**ASKED))
+        message, _ = warned(lambda: quick.generate(**ASKED))
     model.train()
-    said += warned(lambda: quick.generate(**ASKED))[0]
+    message += warned(lambda: quick.generate(**ASKED))[0]
     model.eval()
-    assert not said and quick.target.recorder.graphs == 0
+    assert not message and quick.target.recorder.graphs == 0
     quick.generate(**ASKED)
     assert (made := quick.target.recorder.graphs) > 0
     model.model.layers[0].mlp.down_proj.weight.data *= -3.0  # in place: what is recorded reads it
@@ -593,9 +593,9 @@ def test_models_that_are_not_recorded(what, standin):
     make, words = REFUSED[what]
     model = make()
     for asked in (None, True, False):
-        said, quick = warned(lambda asked=asked: visspec.accelerate(model, None, graphs=asked))
+        message, quick = warned(lambda asked=asked: visspec.accelerate(model, None, graphs=asked))
         assert quick.target.recorder is None and not isinstance(quick.rule, GraphedRule)
-        assert [sentence.startswith(f"graphs: got {words}") for sentence in said] == [True] * bool(asked), said
+        assert [sentence.startswith(f"graphs: got {words}") for sentence in message] == [True] * bool(asked), message
         assert torch.equal(quick.generate(**ASKED), model.generate(**ASKED))
 
 
@@ -611,11 +611,11 @@ def test_no_graphs_on_cpu_or_compiled(compiling, why, request):
         request.getfixturevalue("standin")
     model = llama(seed=9)
     for asked in (None, False, True)[:: 2 if compiling else 1]:
-        said, quick = warned(lambda asked=asked: visspec.accelerate(model, None, graphs=asked, compile=compiling))
+        message, quick = warned(lambda asked=asked: visspec.accelerate(model, None, graphs=asked, compile=compiling))
         assert quick.target.recorder is None and (quick.target.passes is not None) == compiling
         if not compiling:
-            said += warned(lambda quick=quick: quick.generate(**ASKED))[0]
-        assert said == [why] * bool(asked)
+            message += warned(lambda quick=quick: quick.generate(**ASKED))[0]
+        assert message == [why] * bool(asked)
 
 
 def test_a_small_model_is_recorded_too(standin):
@@ -632,8 +632,8 @@ def test_images(standin, pipe):
     asked = {"prompt": ["a photo of a circle", "a photo of two stars"], "seed": 3, "output_type": "latent"}
     for drafter in ("jacobi", None):
         off = ImagePipeline(**{**pipe.components, "graphs": False})
-        plain, found = (each(**asked, drafter=drafter) for each in (off, made))
-        assert all(torch.equal(a, b) for a, b in zip(plain.tokens, found.tokens))
+        plain, result = (each(**asked, drafter=drafter) for each in (off, made))
+        assert all(torch.equal(a, b) for a, b in zip(plain.tokens, result.tokens))
         assert off.family.recorder is None
     assert made.family.recorder.graphs > 0 and not made.family.recorder.refused
 
@@ -666,12 +666,12 @@ def test_graphs_equal_eager(dtype, monkeypatch):
     recorder = quick.target.recorder
     if dtype == torch.float32:  # others round by the number of slots
         assert all(torch.equal(quick.generate(**each), one) for each, one in zip(asked, want))
-    found = [quick.generate(**each) for each in asked]
+    result = [quick.generate(**each) for each in asked]
     made = recorder.graphs
     assert made > 2 and not recorder.refused and quick.rule.recordings
 
     def job():
-        assert all(torch.equal(quick.generate(**each), one) for each, one in zip(asked, found))
+        assert all(torch.equal(quick.generate(**each), one) for each, one in zip(asked, result))
 
     job()
     assert recorder.graphs == made
@@ -685,6 +685,6 @@ def test_control_waiting_pass():
     model = asking(llama(seed=9).cuda())
     quick, asked = visspec.accelerate(model, None), {**ASKED, "input_ids": ASKED["input_ids"].cuda()}
     asked["max_new_tokens"] = 40
-    said, output = warned(lambda: quick.generate(**asked))
-    assert len(said) == 1 and "a synchronizing operation" in said[0]
+    message, output = warned(lambda: quick.generate(**asked))
+    assert len(message) == 1 and "a synchronizing operation" in message[0]
     assert torch.equal(output, model.generate(**asked))

@@ -27,8 +27,8 @@ def test_transformers_pipeline(loaded):
     pipe = tf.pipeline("image-text-to-text", model=fast, processor=processor)
     options = {"max_new_tokens": NEW, "do_sample": False}
     before = fast.last_stats
-    found = pipe(images[0], text=chat_prompt(processor, PROMPT), return_full_text=False, generate_kwargs=options)
-    assert found[0]["generated_text"].strip() == expected(fast, processor, images[0]).strip()
+    result = pipe(images[0], text=chat_prompt(processor, PROMPT), return_full_text=False, generate_kwargs=options)
+    assert result[0]["generated_text"].strip() == expected(fast, processor, images[0]).strip()
     assert fast.last_stats is not before and fast.last_stats.tau > 1
 
 
@@ -43,5 +43,5 @@ def test_a_map_over_a_data_set(loaded):
 
     table = datasets.table.InMemoryTable.from_pydict({"index": [0, 1]})
     given = datasets.Dataset(table, fingerprint="two")  # named, as its hash pickles whatever the function refers to
-    found = given.map(captioned, batched=True, batch_size=2, new_fingerprint="captions")
-    assert found["caption"][0] == expected(fast, processor, images[0])
+    result = given.map(captioned, batched=True, batch_size=2, new_fingerprint="captions")
+    assert result["caption"][0] == expected(fast, processor, images[0])

@@ -68,8 +68,8 @@ def test_detectors_agree_with_metadata(name, every):
     detector = ShapeDetector(0.07, 0.135) if name == "shapes" else world.detector()
     for first in range(0, 256, every):
         (image,), row = world.images(1, first=first), world.rows[first]
-        found = judge_image(image, row | {"prompt": row["caption"]}, detector, DetectedColours())
-        assert found[:2] == (True, True), row
+        result = judge_image(image, row | {"prompt": row["caption"]}, detector, DetectedColours())
+        assert result[:2] == (True, True), row
 
 
 def test_prompts_are_fixed_and_painted():
@@ -125,10 +125,10 @@ def test_small_captioner_recall():
     assert not model.generation_config.do_sample and model.generation_config.eos_token_id is not None
     inputs = prepare(processor, scenes.images(4), PROMPT, model)
     new = model.generate(**inputs)[:, inputs["input_ids"].shape[1] :]
-    found = [words(text) for text in processor.batch_decode(new, skip_special_tokens=True)]
+    result = [words(text) for text in processor.batch_decode(new, skip_special_tokens=True)]
     captions = [row["caption"].split() for row in scenes.rows[:4]]
-    alike = [SequenceMatcher(None, *pair, autojunk=False).ratio() for pair in zip(found, captions)]
-    assert sum(alike) / len(alike) >= 0.5 and min(map(len, found)) >= 55
+    alike = [SequenceMatcher(None, *pair, autojunk=False).ratio() for pair in zip(result, captions)]
+    assert sum(alike) / len(alike) >= 0.5 and min(map(len, result)) >= 55
 
 
 @pytest.mark.parametrize("world", demo.WORLDS)

@@ -55,8 +55,8 @@ def test_hub_ids_draw(name, cache, tmp_path):
     save(repository(cache, name))
     parts = {"style": PromptStyle("{}", guidance=3.0, size=64)} if save is anole else {}  # fewer codes
     pipe = ImagePipeline.from_pretrained(name, parts=parts)
-    found = pipe(prompt, seed=0, output_type="latent", **size).tokens[0]
-    assert found.tolist() == pipe(prompt, seed=0, output_type="latent", drafter=None, **size).tokens[0].tolist()
+    result = pipe(prompt, seed=0, output_type="latent", **size).tokens[0]
+    assert result.tolist() == pipe(prompt, seed=0, output_type="latent", drafter=None, **size).tokens[0].tolist()
     if name.startswith("deepseek"):
         call = ["generate", prompt, "--model", name, "--out", str(tmp_path / "a.png")]
         assert main(call) == 0 and (tmp_path / "a.png").is_file()

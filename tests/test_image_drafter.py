@@ -129,10 +129,10 @@ def check_rejection(tokens, parent, q, seed, levels=2):
 
 @pytest.mark.parametrize("kind", LAWS)
 def test_reported_laws_and_rejection(kind):
-    found = proposed(drafter(LAWS[kind]), CaptureTarget(family()), 0.4)
-    check_reported(*found)
+    result = proposed(drafter(LAWS[kind]), CaptureTarget(family()), 0.4)
+    check_reported(*result)
     for seed in range(2):
-        check_rejection(*found, seed)
+        check_rejection(*result, seed)
 
 
 def test_a_rollout_is_what_drafting_says():

@@ -63,15 +63,15 @@ def test_negative_prompt_rows(name):
     case, texts = reading(name), texts_for(name)
     family, layout = case.family, case.layout
     negative = [texts[2], "", texts[0]]
-    found = rows_of(prompt_of(family, texts, True, layout, negative))
+    result = rows_of(prompt_of(family, texts, True, layout, negative))
     alone = rows_of(family.prompt(texts, True, layout))
-    assert all(a.equal(b) for a, b in zip(found[:3], alone[:3]))
-    assert found[3].equal(alone[2]) and found[5].equal(alone[0])
+    assert all(a.equal(b) for a, b in zip(result[:3], alone[:3]))
+    assert result[3].equal(alone[2]) and result[5].equal(alone[0])
     if name == "emu3":
         bare = replace(case, family=family_of(family.model, family.processor, negative="")).family
-        assert found[4].equal(rows_of(bare.prompt(texts, True, layout))[4]) and not found[4].equal(alone[4])
+        assert result[4].equal(rows_of(bare.prompt(texts, True, layout))[4]) and not result[4].equal(alone[4])
     else:
-        assert found[4].equal(alone[4])
+        assert result[4].equal(alone[4])
     unguided = prompt_of(family, texts, False, layout, negative)
     assert len(unguided.embeds) == 3 and unguided.embeds.equal(family.prompt(texts, False, layout).embeds)
 
@@ -101,10 +101,10 @@ def test_a_call_with_negative_prompts():
     pipe, options = drawn(), {"output_type": "latent", "seed": 0}
     usual = pipe(TEXTS, **options).tokens
     assert all(a.equal(b) for a, b in zip(usual, pipe(TEXTS, negative_prompt="", **options).tokens))
-    found = pipe(TEXTS, negative_prompt=["blue", "", "grass"], batch_size=2, **options).tokens
-    assert found[1].equal(usual[1]) and not found[0].equal(usual[0]) and not found[2].equal(usual[2])
+    result = pipe(TEXTS, negative_prompt=["blue", "", "grass"], batch_size=2, **options).tokens
+    assert result[1].equal(usual[1]) and not result[0].equal(usual[0]) and not result[2].equal(usual[2])
     for i, negative in enumerate(["blue", None, "grass"]):
-        assert pipe(TEXTS[i], negative_prompt=negative, output_type="latent", seed=i).tokens[0].equal(found[i])
+        assert pipe(TEXTS[i], negative_prompt=negative, output_type="latent", seed=i).tokens[0].equal(result[i])
     twice = pipe(TEXTS[:2], negative_prompt=["blue", "grass"], num_images_per_prompt=2, batch_size=3, **options)
     assert twice.tokens[3].equal(pipe(TEXTS[1], negative_prompt=["grass"], output_type="latent", seed=3).tokens[0])
     assert pipe(TEXTS[0], negative_prompt="", guidance_scale=1, **options).tokens
@@ -152,8 +152,8 @@ def test_unknown_negative_words_warn(pipe):
 def test_arguments_of_diffusers(pipe):
     """A tuple in place of an output; what is diffusers' alone is unexpected."""
     out = pipe(PROMPTS[:2], seed=1, output_type="np")
-    found = pipe(PROMPTS[:2], seed=1, output_type="np", return_dict=False)
-    assert isinstance(found, tuple) and len(found) == 1 and (found[0] == out.images).all()
+    result = pipe(PROMPTS[:2], seed=1, output_type="np", return_dict=False)
+    assert isinstance(result, tuple) and len(result) == 1 and (result[0] == out.images).all()
     assert pipe.last_output.seeds == [1, 2] and "Trace" not in repr(out)
     for call in (drawn(), lambda *given, **options: next(drawn().stream(*given, **options))):
         with pytest.raises(TypeError, match="unexpected keyword argument 'num_inference_steps'"):
@@ -261,8 +261,8 @@ def test_unsaved_parts_requested(tmp_path):
     (tmp_path / "visspec.json").write_text(json.dumps(entries | {"parts": {"style": "lumina", "codec": None}}))
     text = refused(lambda: ImagePipeline.from_pretrained(str(tmp_path)))
     assert text.startswith("parts: ") and text.endswith("does not contain codec. Pass parts={'codec': ...}.")
-    found = saving.read(str(tmp_path), {"parts": {"codec": 3}})
-    assert found["parts"] == {"style": "lumina", "codec": 3}
+    result = saving.read(str(tmp_path), {"parts": {"codec": 3}})
+    assert result["parts"] == {"style": "lumina", "codec": 3}
 
 
 class Unknown(Rejection):

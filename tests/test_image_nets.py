@@ -128,9 +128,9 @@ def test_codecs_as_published(tmp_path, form):
     codec = load(file)
     assert codec.factor == 2
     tokens, grid = torch.randint(16, (2, 12)), (3, 4)  # not square
-    found, expected = codec.decode(tokens, grid), reference_decode(tensors, tokens, grid, decoder, normalised)
-    assert found.shape == (2, 6, 8, 3) and found.abs().max() <= 1 and (expected.abs() < 1).any()
-    torch.testing.assert_close(found, expected.clamp(-1, 1), **TOL)
+    result, expected = codec.decode(tokens, grid), reference_decode(tensors, tokens, grid, decoder, normalised)
+    assert result.shape == (2, 6, 8, 3) and result.abs().max() <= 1 and (expected.abs() < 1).any()
+    torch.testing.assert_close(result, expected.clamp(-1, 1), **TOL)
 
     pixels = torch.rand(2, 6, 8, 3) * 2 - 1
     latent = Formulas(tensors).encode(pixels.permute(0, 3, 1, 2), **encoder)
@@ -142,7 +142,7 @@ def test_codecs_as_published(tmp_path, form):
 
     codec.model.save_pretrained(tmp_path / "stock")  # round trip as the stock class it is
     again = layouts_vq.ImageCodec(layouts_vq.VQModel.from_pretrained(tmp_path / "stock").eval())
-    assert torch.equal(again.decode(tokens, grid), found)
+    assert torch.equal(again.decode(tokens, grid), result)
     with pytest.raises(ValueError, match=r"tokens: got .*, expected"):
         codec.decode(tokens - 17, grid)
 

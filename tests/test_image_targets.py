@@ -36,9 +36,9 @@ def name(request):
 @pytest.mark.parametrize("window", [0, 6])
 def test_greedy_is_what_the_reference_draws(name, rows, window):
     case = made(name)
-    found, state = draw(case, rows, Jacobi(window) if window else None)
-    assert found == [expected(name, row) for row in rows]
-    assert len({tuple(row) for row in found}) == len(rows)  # the prompts count
+    result, state = draw(case, rows, Jacobi(window) if window else None)
+    assert result == [expected(name, row) for row in rows]
+    assert len({tuple(row) for row in result}) == len(rows)  # the prompts count
     if window:
         assert any("drafted" in origin for origin in state.trace.origin)
 
@@ -48,8 +48,8 @@ def test_stock_arm_equals_loop(name, guidance):
     family, _ = named(name)
     layout, sampling = family.layout(), Sampling(temperature=0.0, guidance=guidance)
     case = Case(family, layout, guidance, lambda rows: family.prompt([TEXTS[r] for r in rows], guidance != 1.0), None)
-    found = family.stock([TEXTS[0]], sampling, layout)
-    assert found.tolist() == draw(case, [0])[0]
+    result = family.stock([TEXTS[0]], sampling, layout)
+    assert result.tolist() == draw(case, [0])[0]
     torch.manual_seed(0)
     sampled = family.stock(TEXTS[:2], replace(sampling, temperature=1.0, top_k=5), layout)
     assert sampled.shape == (2, layout.positions) and sampled[:, layout.free].max() < family.codes
@@ -148,8 +148,8 @@ def test_row_ends_stand_whatever_is_proposed(name, temperature):
     vocab = case.family.codes + case.family.grammar
     plain, _ = draw(case, [0, 1, 2], None, "exact", temperature)
     for junk in (lambda row, at: vocab - 1, lambda row, at: (7 * row + 5 * at) % vocab):
-        found, _ = draw(case, [0, 1, 2], Proposes(junk), "exact", temperature)
-        assert found == plain and all(codes_stand(row, case) for row in found)
+        result, _ = draw(case, [0, 1, 2], Proposes(junk), "exact", temperature)
+        assert result == plain and all(codes_stand(row, case) for row in result)
 
 
 @pytest.mark.parametrize("name", GRAMMATICAL)
@@ -159,8 +159,8 @@ def test_row_ends_never_cut_a_draft(name, grammar):
     known, last = expected(name, 0), case.layout.positions - 1
     largest = case.family.codes + (case.family.grammar if grammar else 0) - 1
     right = Proposes(lambda row, at: min(known[min(at, last)], largest))
-    found, state = draw(case, [0], right)
-    assert found == [known]
+    result, state = draw(case, [0], right)
+    assert result == [known]
     assert len(state.trace.rounds) == -(-(case.layout.positions - 1) // (right.traits.levels + 1))
 
 
@@ -180,10 +180,10 @@ def test_emu3_prompts():
 
 def test_emu3_pixels():
     case = made("emu3")
-    found = torch.tensor([expected("emu3", 0)])
-    ids = case.family.vocabulary.ids[found]
+    result = torch.tensor([expected("emu3", 0)])
+    ids = case.family.vocabulary.ids[result]
     stock = case.family.model.decode_image_tokens(image_tokens=ids, height=4, width=3)
-    pixels = case.family.pixels(found[:, case.layout.free], case.layout)
+    pixels = case.family.pixels(result[:, case.layout.free], case.layout)
     assert pixels.shape == (1, 3, 8, 6) and 0 <= pixels.min() <= pixels.max() <= 1
     assert len(ImageAR(case.family).capabilities.codebook) == case.family.codes, "relaxed rules find neighbours in it"
     options = case.family.processor.image_processor

@@ -80,19 +80,19 @@ def whole(state):
 
 @pytest.mark.parametrize("how", ["flag", "keyboard"])
 def test_interrupt_keeps_finished_images(pipe, how):
-    found = []
+    result = []
 
     def stop(pipeline, step, done, extra):
-        found.append(whole(extra["state"]))
-        if found[-1] and how == "keyboard":
+        result.append(whole(extra["state"]))
+        if result[-1] and how == "keyboard":
             raise KeyboardInterrupt
-        pipeline.interrupt = bool(found[-1])
+        pipeline.interrupt = bool(result[-1])
 
     every = pipe(PROMPTS * 2, **RAGGED)
     with pytest.raises(KeyboardInterrupt) if how == "keyboard" else contextlib.nullcontext():
         pipe(PROMPTS * 2, **RAGGED, callback_on_step_end=stop)
     out = pipe.last_output
-    assert found[:-1] == [0] * (len(found) - 1) and 0 < found[-1] == len(out.images) < 6
+    assert result[:-1] == [0] * (len(result) - 1) and 0 < result[-1] == len(out.images) < 6
     for seed, image, tokens in zip(out.seeds, out.images, out.tokens):
         assert np.array_equal(image, every.images[seed]) and torch.equal(tokens, every.tokens[seed])
 
@@ -107,12 +107,12 @@ def test_interrupt_skips_later_batches(pipe):
 
 
 def test_parts_move_with_model(folder):
-    found = ImagePipeline.from_pretrained(str(folder), torch_dtype=torch.bfloat16, acceptance="lantern:k=4,delta=0.1")
-    found.setup("jacobi:redraw=maximal", "lantern:k=4,delta=0.1")
-    assert found.model.dtype == torch.bfloat16 and found._built
-    found.to("meta")
-    assert found.family.codebook.device.type == "meta" and not found._built
-    assert found.setup("jacobi", "exact").drafter.limits.device.type == "meta"
+    result = ImagePipeline.from_pretrained(str(folder), torch_dtype=torch.bfloat16, acceptance="lantern:k=4,delta=0.1")
+    result.setup("jacobi:redraw=maximal", "lantern:k=4,delta=0.1")
+    assert result.model.dtype == torch.bfloat16 and result._built
+    result.to("meta")
+    assert result.family.codebook.device.type == "meta" and not result._built
+    assert result.setup("jacobi", "exact").drafter.limits.device.type == "meta"
 
 
 @pytest.mark.parametrize("change,words", [

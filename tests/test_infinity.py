@@ -34,24 +34,24 @@ BITS, WIDTH, DEPTH, TEXT = 3, 32, 4, 8
 
 def names(n, chunks=2):
     """The published names and shapes: 4 blocks of 2 heads, text of 8 features and at most 6 tokens, n bits."""
-    found = {"cfg_uncond": (6, TEXT), "pos_start": (1, 1, WIDTH), "text_norm.weight": (TEXT,)}
-    found |= {"lvl_embed.weight": (15, WIDTH), "text_proj_for_sos.ca.mat_q": (1, 4, WIDTH // 4)}
-    found |= {"text_proj_for_sos.ca.mat_kv.weight": (2 * WIDTH, TEXT)} | affine("text_proj_for_ca.0", WIDTH, TEXT)
-    found |= affine("text_proj_for_sos.ca.proj", WIDTH, WIDTH) | affine("text_proj_for_ca.2", WIDTH, WIDTH)
-    found |= affine("word_embed", WIDTH, n) | affine("shared_ada_lin.1", 6 * WIDTH, WIDTH)
-    found |= affine("head_nm.ada_lin.1", 2 * WIDTH, WIDTH) | affine("head", 2 * n, WIDTH)
-    found |= {f"text_proj_for_sos.ca.{part}": (WIDTH,) for part in ("v_bias", "zero_k_bias")}
+    result = {"cfg_uncond": (6, TEXT), "pos_start": (1, 1, WIDTH), "text_norm.weight": (TEXT,)}
+    result |= {"lvl_embed.weight": (15, WIDTH), "text_proj_for_sos.ca.mat_q": (1, 4, WIDTH // 4)}
+    result |= {"text_proj_for_sos.ca.mat_kv.weight": (2 * WIDTH, TEXT)} | affine("text_proj_for_ca.0", WIDTH, TEXT)
+    result |= affine("text_proj_for_sos.ca.proj", WIDTH, WIDTH) | affine("text_proj_for_ca.2", WIDTH, WIDTH)
+    result |= affine("word_embed", WIDTH, n) | affine("shared_ada_lin.1", 6 * WIDTH, WIDTH)
+    result |= affine("head_nm.ada_lin.1", 2 * WIDTH, WIDTH) | affine("head", 2 * n, WIDTH)
+    result |= {f"text_proj_for_sos.ca.{part}": (WIDTH,) for part in ("v_bias", "zero_k_bias")}
     for i in range(DEPTH):
         block = f"block_chunks.{i * chunks // DEPTH}.module.{i % (DEPTH // chunks)}" if chunks else f"blocks.{i}"
-        found |= {f"{block}.sa.scale_mul_1H11": (1, 2, 1, 1), f"{block}.ada_gss": (1, 1, 6, WIDTH)}
-        found |= {f"{block}.sa.{part}": (WIDTH,) for part in ("q_bias", "v_bias", "zero_k_bias")}
-        found |= {f"{block}.ca.{part}": (WIDTH,) for part in ("v_bias", "zero_k_bias")}
-        found |= {f"{block}.sa.mat_qkv.weight": (3 * WIDTH, WIDTH), f"{block}.ca.mat_kv.weight": (2 * WIDTH, WIDTH)}
+        result |= {f"{block}.sa.scale_mul_1H11": (1, 2, 1, 1), f"{block}.ada_gss": (1, 1, 6, WIDTH)}
+        result |= {f"{block}.sa.{part}": (WIDTH,) for part in ("q_bias", "v_bias", "zero_k_bias")}
+        result |= {f"{block}.ca.{part}": (WIDTH,) for part in ("v_bias", "zero_k_bias")}
+        result |= {f"{block}.sa.mat_qkv.weight": (3 * WIDTH, WIDTH), f"{block}.ca.mat_kv.weight": (2 * WIDTH, WIDTH)}
         for part in ("sa.proj", "ca.mat_q", "ca.proj"):
-            found |= affine(f"{block}.{part}", WIDTH, WIDTH)
-        found |= affine(f"{block}.ffn.fc1", 4 * WIDTH, WIDTH) | affine(f"{block}.ffn.fc2", WIDTH, 4 * WIDTH)
-        found |= affine(f"{block}.ca_norm", WIDTH)
-    return found
+            result |= affine(f"{block}.{part}", WIDTH, WIDTH)
+        result |= affine(f"{block}.ffn.fc1", 4 * WIDTH, WIDTH) | affine(f"{block}.ffn.fc2", WIDTH, 4 * WIDTH)
+        result |= affine(f"{block}.ca_norm", WIDTH)
+    return result
 
 
 def published(n=BITS, chunks=2, seed=0, scale=0.2):
@@ -65,8 +65,8 @@ class Published(ScaleFormulas):
     def __init__(self, tensors, scales, bits=BITS, patch=1):
         super().__init__(tensors)
         self.scales, self.bits, self.patch = scales, bits, patch
-        found = {name.split(".sa.")[0] for name in tensors if ".sa." in name}
-        self.blocks = sorted(found, key=lambda name: [int(i) for i in re.findall(r"\d+", name)])
+        result = {name.split(".sa.")[0] for name in tensors if ".sa." in name}
+        self.blocks = sorted(result, key=lambda name: [int(i) for i in re.findall(r"\d+", name)])
 
     def cross(self, q, text, name, heads):
         """q: (H, Q, E); softmax attention to the text, without a bias of the keys."""
@@ -107,7 +107,7 @@ class Published(ScaleFormulas):
         """(features (d, H, W) of the image, inputs (L - 1, n) of all scales after the first) of bits (T,)."""
         n, d, patch = self.bits * self.patch**2, self.bits, self.patch
         finest = (1, *(side * patch for side in self.scales.grids[-1]))
-        total, found = 0, []
+        total, result = 0, []
         for k, ((rows, columns), own) in enumerate(
             zip(self.scales.grids, bits.split([s * n for s in self.scales.sizes]))
         ):
@@ -118,8 +118,8 @@ class Published(ScaleFormulas):
                 size = (1, *(side * patch for side in self.scales.grids[k + 1]))
                 small = F.interpolate(total, size=size, mode="trilinear")[0, :, 0]
                 parts = small.unflatten(1, (-1, patch)).unflatten(3, (-1, patch))  # (d, h, patch, w, patch)
-                found.append(parts.permute(1, 3, 0, 2, 4).reshape(-1, n))
-        return total[0, :, 0], torch.cat(found)
+                result.append(parts.permute(1, 3, 0, 2, 4).reshape(-1, n))
+        return total[0, :, 0], torch.cat(result)
 
     def logits(self, bits, text):
         """text: (T, F) features, None: as many of the model's own."""
@@ -138,10 +138,10 @@ class Published(ScaleFormulas):
 
 def vae_names(wrapped, bits=BITS):
     """Two levels of 32 and 64 channels, a block each; convolutions and norms in wrappers or not."""
-    found = ldm_names(32, (1, 2), 1, bits, attend=None)
+    result = ldm_names(32, (1, 2), 1, bits, attend=None)
     if not wrapped:
-        return found
-    return {re.sub(r"(norm\w*|conv\w*|nin_shortcut)(\.\w+)$", wrapper, name): size for name, size in found.items()}
+        return result
+    return {re.sub(r"(norm\w*|conv\w*|nin_shortcut)(\.\w+)$", wrapper, name): size for name, size in result.items()}
 
 
 def wrapper(match):
@@ -162,10 +162,10 @@ def codec(tmp_path, wrapped=True, patch=1):
 
 def maps_of(bits, n, scales=SCALES):
     sizes = [size * n for size in scales.sizes]
-    found = torch.zeros(len(bits), len(sizes) - 1, max(sizes), dtype=torch.long)
+    result = torch.zeros(len(bits), len(sizes) - 1, max(sizes), dtype=torch.long)
     for k, own in enumerate(bits.split(sizes, dim=1)[:-1]):
-        found[:, k, : own.shape[1]] = own
-    return found
+        result[:, k, : own.shape[1]] = own
+    return result
 
 
 def features_of(texts):
@@ -192,8 +192,8 @@ def test_published_network_by_formula(tmp_path, chunks, patch):
     (whole,) = reading.read(maps_of(bits[:2], n))
     texts = [features_of([text])[0][0] for text in ("a red cube", "snow", "blue")] + [tensors["cfg_uncond"][:1]]
     for row, (b, text) in enumerate(zip((0, 1, 0, 1), texts)):
-        wanted = Published(tensors, SCALES, patch=patch).logits(bits[b], text).view(-1, 2)
-        torch.testing.assert_close(torch.cat([part[row] for part in whole.logits]), wanted, **TOL)
+        expected = Published(tensors, SCALES, patch=patch).logits(bits[b], text).view(-1, 2)
+        torch.testing.assert_close(torch.cat([part[row] for part in whole.logits]), expected, **TOL)
 
 
 @torch.no_grad()
@@ -207,8 +207,8 @@ def test_published_autoencoder_by_formula(tmp_path, wrapped, patch):
     features, _ = Published({}, SCALES, patch=patch).inputs(bits[0])
     torch.testing.assert_close(vae.quantize.features(bits, SCALES)[0], features, **TOL)
     hidden = formulas.decode(features[None].double(), **DECODED)
-    found = vae.double().decode(bits, SCALES)
-    torch.testing.assert_close(found.float(), hidden.clamp(-1, 1).float(), rtol=1e-4, atol=1e-5)
+    result = vae.double().decode(bits, SCALES)
+    torch.testing.assert_close(result.float(), hidden.clamp(-1, 1).float(), rtol=1e-4, atol=1e-5)
     again = vae.quantize.encode(vae.quantize.features(bits, SCALES), SCALES)
     assert again.shape == bits.shape and float((again == bits).float().mean()) > 0.6
 
@@ -281,9 +281,9 @@ def test_refiner_reads_earlier_scales(parts, tmp_path):
     bits = torch.randint(2, (1, SCALES.total * BITS))
     reading = target.initial_state(prompt, Sampling(1.0), small)
     (group,) = reading.read(maps_of(bits, BITS)[:, :2], last=True)
-    wanted = Published(tensors, SCALES).logits(bits[0], features_of(["snow"])[0][0])[5:11].reshape(-1, 2)
+    expected = Published(tensors, SCALES).logits(bits[0], features_of(["snow"])[0][0])[5:11].reshape(-1, 2)
     assert group.first == 2
-    torch.testing.assert_close(group.logits[0][0], wanted, **TOL)
+    torch.testing.assert_close(group.logits[0][0], expected, **TOL)
 
 
 def test_wrong_prompts_and_models(parts):

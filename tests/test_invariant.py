@@ -40,15 +40,15 @@ def fast(drafter, dtype=torch.bfloat16, invariant=True):
 
 
 def answers(quick, ids=None, mask=None, **options):
-    found, options = [], {"do_sample": False, **options}
+    result, options = [], {"do_sample": False, **options}
     batches = [(ids, mask)] if ids is not None else [(one, torch.ones_like(one)) for one in prompts()]
     for ids, mask in batches:
         more = {"seed": [7] * len(ids)} if options["do_sample"] else {}
         kept = {"max_new_tokens": NEW, "output_logits": True, "return_dict_in_generate": True}
         output = quick.generate(input_ids=ids, attention_mask=mask, **kept, **options, **more)
         logits = torch.stack(output.logits, dim=1)
-        found += [(row[ids.shape[1] :].tolist(), each) for row, each in zip(output.sequences, logits)]
-    return found
+        result += [(row[ids.shape[1] :].tolist(), each) for row, each in zip(output.sequences, logits)]
+    return result
 
 
 def batch():
@@ -83,8 +83,8 @@ def test_neighbours_change_no_bit(drafter, dtype):
 def test_control(invariant):
     """Without the mode drafts and neighbours change bits, in this very model."""
     expected = alone(invariant=invariant)
-    for found in (answers(fast("context", invariant=invariant)), answers(fast("none", invariant=invariant), *batch())):
-        assert all(same(found, expected)) == invariant
+    for result in (answers(fast("context", invariant=invariant)), answers(fast("none", invariant=invariant), *batch())):
+        assert all(same(result, expected)) == invariant
 
 
 @pytest.mark.parametrize("drafter", ["none", "context"])
@@ -100,15 +100,15 @@ def test_stream_in_any_order(drafter, slots):
     entries += [e | SAMPLED | {"seed": 7, "id": (e["id"],)} for e in entries]
     expected = {n: tokens for n, (tokens, _) in enumerate(alone())}
     expected |= {(n,): tokens for n, (tokens, _) in enumerate(alone(sampled=True))}
-    found, quick = {}, fast(drafter)
+    result, quick = {}, fast(drafter)
     for most in (3, len(entries)):  # killed after three answers, and resumed with the others
-        left = [entry for entry in entries[::-1] if entry["id"] not in found]
+        left = [entry for entry in entries[::-1] if entry["id"] not in result]
         for answer in quick.stream(left, slots=slots, max_new_tokens=NEW):
             assert answer.error is None, answer.error
-            found[answer.id] = answer.tokens
-            if len(found) == most:
+            result[answer.id] = answer.tokens
+            if len(result) == most:
                 break
-    assert found == expected
+    assert result == expected
 
 
 def test_rules_whose_tokens_depend_on_drafts():
@@ -116,8 +116,8 @@ def test_rules_whose_tokens_depend_on_drafts():
     quick = visspec.accelerate(model(), "ngram", acceptance="typical", batch_invariant=True, debug=True)
     expected = [tokens for tokens, _ in answers(quick, **SAMPLED)]
     entries = [{"input_ids": ids, "seed": 7} for ids in prompts()]
-    found = sorted(quick.stream(entries, slots=3, max_new_tokens=NEW, **SAMPLED), key=lambda answer: answer.id)
-    assert [answer.tokens for answer in found] == expected
+    result = sorted(quick.stream(entries, slots=3, max_new_tokens=NEW, **SAMPLED), key=lambda answer: answer.id)
+    assert [answer.tokens for answer in result] == expected
     with raises_line("batch_invariant: got 4 rows for the rule Typical"):
         answers(quick, *batch(), **SAMPLED)
 
@@ -139,8 +139,8 @@ def test_pictures(name):
         texts = [plain.run(input_ids=one, **options).state.tokens[0] for one in prompts()]
         ids, mask = batch()  # without pictures, rows may share a call
         assert quick.run(input_ids=ids, attention_mask=mask, **options).state.tokens == texts
-    found = sorted(quick.stream(entries, slots=3, **options), key=lambda answer: answer.id)
-    assert [answer.tokens for answer in found] == expected
+    result = sorted(quick.stream(entries, slots=3, **options), key=lambda answer: answer.id)
+    assert [answer.tokens for answer in result] == expected
     with raises_line("batch_invariant: .*stream"):
         plain.generate(**together, **options)
 
@@ -177,9 +177,9 @@ def refused_model(kind):
     if kind == "eager":
         return tiny.gemma2()
     if kind == "quantized":
-        found = tiny.llama()
-        found.is_quantized = True  # as transformers marks them
-        return found
+        result = tiny.llama()
+        result.is_quantized = True  # as transformers marks them
+        return result
     if kind == "experts":
         more = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": []}
         return tiny.built(tf.Qwen3MoeForCausalLM, tf.Qwen3MoeConfig(**tiny.TEXT, **more))
@@ -212,15 +212,15 @@ def test_sliding_windows():
     plain, quick = (visspec.accelerate(slides, one, batch_invariant=True, debug=True) for one in (None, "ngram"))
     rows = [torch.randint(*tiny.TEXT_IDS, (1, n), generator=torch.Generator().manual_seed(n)) for n in (600, 20)]
     expected = [plain.run(input_ids=ids, max_new_tokens=NEW, do_sample=False).state.tokens[0] for ids in rows]
-    found = quick.stream([{"input_ids": ids} for ids in rows], slots=2, max_new_tokens=NEW, do_sample=False)
-    assert [answer.tokens for answer in sorted(found, key=lambda answer: answer.id)] == expected
+    result = quick.stream([{"input_ids": ids} for ids in rows], slots=2, max_new_tokens=NEW, do_sample=False)
+    assert [answer.tokens for answer in sorted(result, key=lambda answer: answer.id)] == expected
 
 
 def test_no_prefix_is_kept():
     kept = PrefixCache()
     entries = [{"input_ids": prompts()[3], "id": n} for n in range(3)]
-    found = list(fast("none").stream(entries, slots=1, max_new_tokens=4, do_sample=False, prefix_cache=kept))
-    assert all(answer.tokens == found[0].tokens for answer in found) and kept.hits == 0
+    result = list(fast("none").stream(entries, slots=1, max_new_tokens=4, do_sample=False, prefix_cache=kept))
+    assert all(answer.tokens == result[0].tokens for answer in result) and kept.hits == 0
     assert "batch_invariant" in kept.refused
     with raises_line("prefix_cache: got 1024 with batch_invariant=True, which reads each prompt in one pass"):
         fast("none").stream(entries, prefix_cache=1024)

@@ -284,15 +284,15 @@ def positional_drafts(drafter, committed, window, spans, depth, late, head):
             front.add(head.law((*committed, *(int(token) for token in front.tokens[: front.level]))).log()[None])
         return front
 
-    found = [(spans, 1.0)]
+    result = [(spans, 1.0)]
     levels = min(depth, head.levels)
     for level in range(levels):  # a place's law does not depend on its own number
-        found = [
+        result = [
             (more, share * likely)
-            for parts, share in found
+            for parts, share in result
             for more, likely in split(parts, {level: [float(built(parts, level + 1).q[level][0, 1])]})
         ]
-    for parts, share in found:
+    for parts, share in result:
         yield built(parts, levels).finish(), parts, share
 
 

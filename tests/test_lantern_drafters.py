@@ -267,13 +267,13 @@ def lumina(folder):
 
 def test_lumina_with_drafter(tmp_path):
     with torch.inference_mode(False):
-        want, found = lumina(tmp_path / "m"), load_lumina(tmp_path / "m")
+        want, result = lumina(tmp_path / "m"), load_lumina(tmp_path / "m")
     ids = torch.arange(4, 20)[None]
     with torch.no_grad():
-        hidden, same = (m.model(ids, use_cache=False).last_hidden_state for m in (found, want))
-        assert torch.equal(found.lm_head(hidden), want.lm_head(same))
+        hidden, same = (m.model(ids, use_cache=False).last_hidden_state for m in (result, want))
+        assert torch.equal(result.lm_head(hidden), want.lm_head(same))
         assert not torch.equal(same, tiny.chameleon().model(ids, use_cache=False).last_hidden_state)
-    pipe = ImagePipeline(found, tiny.ChameleonTexts(), parts={"style": "lumina", "codec": Codec()})
+    pipe = ImagePipeline(result, tiny.ChameleonTexts(), parts={"style": "lumina", "codec": Codec()})
     folder = published("anole", tmp_path / "d")
     assert drawn(pipe, folder, temperature=1.0) == drawn(pipe, None, temperature=1.0)
     drawn(pipe, folder, rule="lantern:k=5,delta=0.3", temperature=1.0)

@@ -106,13 +106,13 @@ def complaint(mine, path):
 
 
 def test_levels():
-    found = []
+    result = []
     for file, parts in sources():
         for path in imports_of(file):
             why = complaint(parts[0] if parts else "", path)
             if why and parts:
-                found.append(f"{file.relative_to(ROOT)}: {'.'.join(path)} {why}")
-    assert not found, "\n".join(found)
+                result.append(f"{file.relative_to(ROOT)}: {'.'.join(path)} {why}")
+    assert not result, "\n".join(result)
 
 
 def model_level(room):
@@ -130,13 +130,13 @@ def families_apart(room, path):
 
 
 def test_families_do_not_import_each_other():
-    found = []
+    result = []
     for file, parts in sources():
         if parts[:1] == ["models"] and len(parts) > 1:
             for path in imports_of(file):
                 if why := families_apart(parts[1], path):
-                    found.append(f"{file.relative_to(ROOT)}: {'.'.join(path)} {why}")
-    assert not found, "\n".join(found)
+                    result.append(f"{file.relative_to(ROOT)}: {'.'.join(path)} {why}")
+    assert not result, "\n".join(result)
 
 
 @pytest.mark.parametrize("room,path", [
@@ -181,15 +181,15 @@ def asked(call):
 
 def test_declared_traits():
     """Nothing above `models/` asks for an attribute that one may have: traits say it, base classes do nothing."""
-    found = []
+    result = []
     for file, parts in sources():
         if parts and parts[0] in ("models", "kernels"):
             continue
         core = bool(parts) and parts[0] in ("loop", "accept", "tree", "sampling", "grammar", "distributions")
         for name, whose in facts_of(file).asked:
             if whose in ROLES or (core and whose not in ("value", "self")):
-                found.append(f"{file.relative_to(ROOT)}: {name} of {whose}")
-    assert not found, "\n".join(found)
+                result.append(f"{file.relative_to(ROOT)}: {name} of {whose}")
+    assert not result, "\n".join(result)
 
 
 @pytest.mark.parametrize("line", ["getattr(self.rule, 'x', 0)", "hasattr(drafter, 'y')", "getattr(setup.target, 'z')"])
@@ -209,18 +209,18 @@ def loading(call):
 
 def test_nothing_loads_code_from_data():
     """No pickle, eval or exec anywhere; torch.load only where published weights are converted, and only weights."""
-    found = []
+    result = []
     for file, parts in sources():
         where = file.relative_to(ROOT)
         pickles = ("pickle", "dill", "cloudpickle", "marshal", "shelve")
-        found += [f"{where}: {path}" for path in imports_of(file) if path[0] in pickles]
+        result += [f"{where}: {path}" for path in imports_of(file) if path[0] in pickles]
         for name, options, call in facts_of(file).loads:
             own = parts == ["io", "convert_checkpoint"] and name == "torch.load"
             own = own and options.get("weights_only") == "True"
             unsafe = name in ("eval", "exec", "compile", "torch.load") and not own
             if unsafe or options.get("allow_pickle") == "True" or options.get("trust_remote_code") == "True":
-                found.append(f"{where}: {call}")
-    assert not found, "\n".join(found)
+                result.append(f"{where}: {call}")
+    assert not result, "\n".join(result)
 
 
 LAST = {"last_state", "last_stats", "last_output"}
@@ -233,11 +233,11 @@ def latest_read(tree):
 
 
 def test_results_travel_as_values():
-    found = []
+    result = []
     for file, _ in sources():
         if any(name in (text := file.read_text()) for name in LAST):
-            found += [f"{file.relative_to(ROOT)}:{node.lineno}" for node in latest_read(ast.parse(text))]
-    assert not found, found
+            result += [f"{file.relative_to(ROOT)}:{node.lineno}" for node in latest_read(ast.parse(text))]
+    assert not result, result
     assert latest_read(ast.parse("x = fast.last_stats")) and not latest_read(ast.parse("fast.last_stats = x"))
 
 
@@ -253,18 +253,18 @@ CORE = ("loop/decode", "tree", "cache", "sampling")
 
 def callers(files, called):
     """{file: its functions}, once for each call whose dotted name is `called`."""
-    found = {}
+    result = {}
     for file in (*files, *(ROOT / "visspec" / "accept").glob("*.py")):
         for function in (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.FunctionDef)):
             if names := [function.name for _, name in calls(function) if called(name)]:
-                found.setdefault(str(file.relative_to(ROOT)), []).extend(names)
-    return found
+                result.setdefault(str(file.relative_to(ROOT)), []).extend(names)
+    return result
 
 
 def test_host_reads_are_where_they_should_be():
     reads = ("item", "tolist", "cpu", "numpy", "nonzero")
-    found = callers([ROOT / "visspec" / f"{n}.py" for n in CORE], lambda name: name.split(".")[-1] in reads)
-    assert found == HOST_READS
+    result = callers([ROOT / "visspec" / f"{n}.py" for n in CORE], lambda name: name.split(".")[-1] in reads)
+    assert result == HOST_READS
 
 
 HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
@@ -354,8 +354,8 @@ def test_one_synchronisation_a_round(name, kind, options, monkeypatch):
     for shape in ("one", "ragged"):
         oracle = Oracle(stock(name, shape))
         drafter = {"none": None, "ngram": "ngram", "chain": Chain(), "tree": Fixed(), "oracle": oracle}[kind]
-        for found in waits_per_round(name, drafter, shape, monkeypatch, **options):
-            assert found == ["tolist"], found
+        for result in waits_per_round(name, drafter, shape, monkeypatch, **options):
+            assert result == ["tolist"], result
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 5}], ids=["greedy", "sampled"])
@@ -364,8 +364,8 @@ def test_one_synchronisation_per_round(options, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(buffer_pool, "MIN_NEW_TOKENS", 1)
             made = recording(patch)
-            for found in waits_per_round("qwen2_5_vl", drafter(), shape, patch, warm=True, **options):
-                assert found == ["tolist"], found
+            for result in waits_per_round("qwen2_5_vl", drafter(), shape, patch, warm=True, **options):
+                assert result == ["tolist"], result
             assert made.count and made.replays
 
 
@@ -375,5 +375,5 @@ def test_synchronisations_are_counted(monkeypatch):
             assert int(state.pending[0]) >= 0 and state.pending[state.pending > 0].shape
             return super().propose(state, depth)
 
-    found = waits_per_round("llama", Curious(), "one", monkeypatch, do_sample=False)
-    assert all({"__int__", "tolist", "index"} <= set(f) for f in found[:-1]), found[0]
+    result = waits_per_round("llama", Curious(), "one", monkeypatch, do_sample=False)
+    assert all({"__int__", "tolist", "index"} <= set(f) for f in result[:-1]), result[0]

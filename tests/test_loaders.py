@@ -129,9 +129,9 @@ def filed(tensors):
 def test_prefers_averaged_weights(tmp_path, form):
     tensors, out = filled(gpt_names(False)), tmp_path / "out.safetensors"
     convert(pickled(tmp_path, filed(tensors)[form]), out)
-    found = load_file(out)
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor + 1) for name, tensor in tensors.items())
+    result = load_file(out)
+    assert result.keys() == tensors.keys()
+    assert all(torch.equal(result[name], tensor + 1) for name, tensor in tensors.items())
 
 
 def test_averaged_weights_alone_are_written(tmp_path):
@@ -175,9 +175,9 @@ def test_pickle_error_gives_no_unsafe_advice(tmp_path, content, words, capsys):
     elif content is not None:
         torch.save(content, path)
     assert main(["convert", "safetensors", str(path), "--out", str(tmp_path / "x")]) == 2
-    said = capsys.readouterr()
-    assert words in said.err and said.err.count("\n") == 1 and "must not run" not in said.out
-    assert not re.search("weights_only|trust|allowlist", said.err) and not (tmp_path / "x").exists()
+    message = capsys.readouterr()
+    assert words in message.err and message.err.count("\n") == 1 and "must not run" not in message.out
+    assert not re.search("weights_only|trust|allowlist", message.err) and not (tmp_path / "x").exists()
 
 
 # --- LlamaGen without a null class, and a quiet codec --------------------------------------------------------------

@@ -238,8 +238,8 @@ def test_a_target_that_fails_says_so():
 
 def test_wrong_schedules():
     ones = torch.ones(3)
-    for said, parts in (("move", (ones, ones[:2], ones)), ("low", (ones, ones, ones - torch.inf))):
-        with pytest.raises(ValueError, match=f"^{said}: got shape"):
+    for message, parts in (("move", (ones, ones[:2], ones)), ("low", (ones, ones, ones - torch.inf))):
+        with pytest.raises(ValueError, match=f"^{message}: got shape"):
             DenoisingSteps(*parts, ones)
 
 

@@ -120,10 +120,10 @@ def test_law_of_nodes(model, guidance, kind, predicts):
     state.cache.put(torch.arange(TOKENS + 1).expand(3, -1), drafts)
     nodes = 5
     value = torch.stack([drafts[b, c : c + nodes] for b, c in enumerate(gained)])
-    found = target.verify(state, Draft(value, trees.chain(nodes - 1, "cpu"))).distribution
+    result = target.verify(state, Draft(value, trees.chain(nodes - 1, "cpu"))).distribution
     for distribution, counts in (
         (scores.distribution, [[0]] * 3),
-        (found, [[c + n + 1 for n in range(nodes)] for c in gained]),
+        (result, [[c + n + 1 for n in range(nodes)] for c in gained]),
     ):
         x, step, mean, log_sigma = outputs(distribution)
         for chain, (row, count) in enumerate((b, count) for b in range(3) for count in counts[b]):
@@ -145,9 +145,9 @@ def test_law_of_nodes(model, guidance, kind, predicts):
 def test_parallel_one_by_one_is_plain(target, guidance, temperature):
     sampling = Sampling(temperature, guidance=guidance)
     state = plain(target, [1, 4], sampling)
-    found = ParallelMAR(TOKENS).decode(target, None, ruled(target), request([1, 4], sampling), None)
-    torch.testing.assert_close(images(found), images(state), rtol=0, atol=1e-5)
-    assert found.trace.calls == state.trace.calls == {"head": TOKENS * STEPS}
+    result = ParallelMAR(TOKENS).decode(target, None, ruled(target), request([1, 4], sampling), None)
+    torch.testing.assert_close(images(result), images(state), rtol=0, atol=1e-5)
+    assert result.trace.calls == state.trace.calls == {"head": TOKENS * STEPS}
 
 
 def test_steps_reveal_tokens_as_published():
@@ -196,7 +196,7 @@ def test_what_is_known_is_what_was_drawn(rule):
 
 def test_wrong_settings_are_refused(model, target):
     quiet = schedule(STEPS, learned=True, noisy=False)
-    for said, make in (
+    for message, make in (
         ("scale: got 'cosine', expected one of linear, constant", lambda: MARImages(model, scale="cosine")),
         ("schedule: its deviations are not the head's", lambda: MARImages(model, plan=schedule(STEPS))),
         ("drafter: got 9 tokens of 4 numbers .* expected 9 of 3",
@@ -205,7 +205,7 @@ def test_wrong_settings_are_refused(model, target):
         ("temperature: got 0, expected", lambda: target.prefill(request([1], Sampling(0.0)))),
         ("reads hidden states", lambda: target.family.make_target(DrafterTraits(feature_layers=(1,)), False)),
     ):  # fmt: skip
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             make()
 
 

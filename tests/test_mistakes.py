@@ -136,9 +136,9 @@ def files(tmp_path_factory):
 def test_a_mistake_is_a_sentence(line, files, capsys, monkeypatch):
     monkeypatch.chdir(files)
     start = time.perf_counter()
-    said = refused(capsys, *shlex.split(line.replace("{}", str(files))))
-    assert said.startswith("visspec: ") and len(said.splitlines()) == 1
-    assert MISTAKES[line].replace("{}", str(files)) in said
+    message = refused(capsys, *shlex.split(line.replace("{}", str(files))))
+    assert message.startswith("visspec: ") and len(message.splitlines()) == 1
+    assert MISTAKES[line].replace("{}", str(files)) in message
     assert "nobody/" not in line or time.perf_counter() - start < 5  # at once: two seconds, and a busy machine
 
 
@@ -146,8 +146,8 @@ def test_a_mistake_is_a_sentence(line, files, capsys, monkeypatch):
 def test_missing_package_message(line, files, capsys, monkeypatch):
     monkeypatch.chdir(files)
     monkeypatch.setitem(sys.modules, MISSING[line], None)
-    said = refused(capsys, *shlex.split(line.replace("{}", str(files))))
-    assert f"{MISSING[line]} is not installed. Run pip install 'visspec[" in said
+    message = refused(capsys, *shlex.split(line.replace("{}", str(files))))
+    assert f"{MISSING[line]} is not installed. Run pip install 'visspec[" in message
 
 
 @pytest.mark.parametrize("argv", [[], ["bench"], ["train"]])

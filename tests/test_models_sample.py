@@ -76,8 +76,8 @@ def test_identical_or_refused(name, monkeypatch):
     monkeypatch.setattr(sweep, "DRAFTERS", {kind: sweep.DRAFTERS[kind] for kind in ("ngram", "tree")})
     monkeypatch.setattr(sweep, "STREAMED", ("ngram",))
     for row in sweep.verdicts(name):
-        said = LATER.get(name, "")
-        assert row.outcome == ("refused" if said else "identical") and said in row.reason, row
+        message = LATER.get(name, "")
+        assert row.outcome == ("refused" if message else "identical") and message in row.reason, row
         if f"transformers {tf.__version__} " in PAGE:
             start = f"| {row.outcome} | " + (f"with {row.inputs} |" if row.outcome == "identical" else "")
             lines = [line for line in PAGE.splitlines() if line.startswith(start)]

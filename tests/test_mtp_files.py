@@ -188,7 +188,7 @@ def stock_pass(layer, window):
 @torch.no_grad()
 def test_drafts_against_description(name, width, reloaded):
     """In a ragged batch with pictures: their embeddings and M-RoPE positions, a node at a time."""
-    model, inputs, found, seen, frontiers = reloaded(name), inputs_of(name), [], [], []
+    model, inputs, result, seen, frontiers = reloaded(name), inputs_of(name), [], [], []
     layer = mtp_layer.load_layer(model)
     run = stock_pass(layer, 4 if name == "exaone" else 99)
     if name == "qwen3_5":
@@ -204,18 +204,18 @@ def test_drafts_against_description(name, width, reloaded):
         return builder
 
     drafter.start = lambda state, scores: (seen.append((scores, state.pending.clone())), start(state, scores))
-    drafter.heads._project_to_logits = lambda hidden: found.append(project(hidden)) or found[-1]
+    drafter.heads._project_to_logits = lambda hidden: result.append(project(hidden)) or result[-1]
     drafter.tree_builder = watched
     fast.generate(**inputs, max_new_tokens=6, do_sample=False)
     if width == 1:
-        frontiers = [(logits_B1V.argmax(-1), torch.zeros(len(logits_B1V), 1).long()) for logits_B1V in found]
+        frontiers = [(logits_B1V.argmax(-1), torch.zeros(len(logits_B1V), 1).long()) for logits_B1V in result]
     scores, pending = seen[0]
     places = scores.aux["positions"]
     places_PBL = (places[-3:] if places.dim() == 3 else places[None]).expand(-1, len(pending), -1)
     for b, real_L in enumerate(inputs["attention_mask"].bool()):
         given = scores.features[b, real_L], scores.aux["embeddings"][b, real_L], places_PBL[:, b, real_L], pending[b]
         paths = [[]]
-        for logits_BWV, (token_BW, parent_BW) in zip(found[:4], frontiers):
+        for logits_BWV, (token_BW, parent_BW) in zip(result[:4], frontiers):
             for logits_V, path in zip(logits_BWV[b], paths, strict=True):
                 expected = expected_logits(model, run, *given, path)
                 torch.testing.assert_close(logits_V, expected, atol=1e-4, rtol=1e-4)
@@ -251,8 +251,8 @@ def test_experts_may_be_single(tmp_path):
     rest = {n: t for n, t in tensors.items() if ".experts." not in n}
     layer = mtp_layer.load_layer(saved(tmp_path, model, rest | single))
     for kind in ("gate_up_proj", "down_proj"):
-        found = layer.state_dict()[f"layers.0.mlp.experts.{kind}"]
-        torch.testing.assert_close(found, tensors[f"mtp.layers.0.mlp.experts.{kind}"])
+        result = layer.state_dict()[f"layers.0.mlp.experts.{kind}"]
+        torch.testing.assert_close(result, tensors[f"mtp.layers.0.mlp.experts.{kind}"])
 
 
 def minimax():
@@ -279,9 +279,9 @@ def test_what_is_refused(tmp_path):
     cases = [(bare, "has no tensors of an MTP layer"), (llama(), "expected a model with MTP layers")]
     sparse = saved(tmp_path / "sparse", minimax(), {"mtp.fc.weight": torch.zeros(32, 64)})
     cases += [(sparse, "has minimax_m3_sparse, expected full or sliding attention")]
-    cases += [(saved(tmp_path / str(i), model, found), said) for i, (said, found) in enumerate(changed.items())]
-    for target, said in cases:
-        with raises_line(said):
+    cases += [(saved(tmp_path / str(i), model, result), message) for i, (message, result) in enumerate(changed.items())]
+    for target, message in cases:
+        with raises_line(message):
             visspec.accelerate(target, "mtp")
         assert not mtp_layer.in_files(target)
     with pytest.raises(ValueError, match="levels: got 0"):

@@ -35,11 +35,11 @@ LONG = sorted(set(PROMISES) - set(SHORT))
 
 def printed(notebook) -> str:
     """All text that the cells wrote: streams, results, displays."""
-    found = ""
+    result = ""
     for output in (o for cell in notebook.cells if cell.cell_type == "code" for o in cell.outputs):
-        found += output.get("text", "")  # a kernel may send one line in two pieces
-        found += "".join(f"\n{text}\n" for kind, text in output.get("data", {}).items() if kind.startswith("text/"))
-    return found
+        result += output.get("text", "")  # a kernel may send one line in two pieces
+        result += "".join(f"\n{text}\n" for kind, text in output.get("data", {}).items() if kind.startswith("text/"))
+    return result
 
 
 def test_every_notebook_is_tested():
@@ -52,12 +52,12 @@ def code_cells(notebook) -> list:
 
 def shown(cell) -> list[tuple[str, ...]]:
     """What kinds of output a cell has, and its words: numbers with a point may differ between machines."""
-    found = []
+    result = []
     for output in kept(cell.outputs):
         text = output.get("text", output.get("data", {}).get("text/plain", ""))
         words = "" if cell.id in CLOCKED else " ".join(re.sub(r"\d+\.\d+(e-?\d+)?", "#", text).split())
-        found.append((output.output_type, *sorted(output.get("data", {})), words))
-    return found
+        result.append((output.output_type, *sorted(output.get("data", {})), words))
+    return result
 
 
 @pytest.mark.parametrize("name", PROMISES)
@@ -80,13 +80,13 @@ def test_kept_with_outputs_and_short(name):
 @pytest.mark.parametrize("name", PROMISES)
 def test_names_from_modules(name):
     """Also of those that run every night alone."""
-    tree, found = ast.parse("\n".join(cell.source for cell in code_cells(read(name)))), {}
+    tree, result = ast.parse("\n".join(cell.source for cell in code_cells(read(name)))), {}
     imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
-    exec(compile(ast.Module(imports, []), name, "exec"), found)
+    exec(compile(ast.Module(imports, []), name, "exec"), result)
     taken = [node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)]
-    taken = [node for node in taken if isinstance(found.get(node.value.id), ModuleType)]
+    taken = [node for node in taken if isinstance(result.get(node.value.id), ModuleType)]
     assert imports and taken
-    assert all(hasattr(found[node.value.id], node.attr) for node in taken)
+    assert all(hasattr(result[node.value.id], node.attr) for node in taken)
 
 
 @pytest.mark.slow

@@ -196,8 +196,8 @@ def test_tau_above_one_is_plain_decoding(temperature, guidance, kind, radius, wi
 def test_tau_zero_takes_the_draft(temperature, guidance, kind):
     plan = RejectedRegions(Local(0.0, 3, k=3), Draft())
     state = run(plan, temperature, guidance, kind=kind)
-    wanted = Draft().sketch(type("S", (), {"request": request()})).tolist()
-    assert pad_free(state.tokens) == wanted and len(state.trace.rounds) == 1
+    expected = Draft().sketch(type("S", (), {"request": request()})).tolist()
+    assert pad_free(state.tokens) == expected and len(state.trace.rounds) == 1
     codes = [o for row, kinds in zip(state.tokens, state.trace.origin) for t, o in zip(row, kinds) if t < CODES]
     assert set(codes) == {"drafted"}
 
@@ -225,13 +225,13 @@ def test_every_family_has_the_limits(name):
         asked = Request(prompt, prompt.ids, layout.positions, sampling, grid=layout.grid, fixed=layout.fixed)
         return decoded(plan, ImageAR(case.family), asked)
 
-    (high, wide), wanted = case.layout.grid, [expected(name, row) for row in range(3)]
+    (high, wide), reference = case.layout.grid, [expected(name, row) for row in range(3)]
     if case.family.codebook is None:
         pytest.skip("without a codebook nothing is drawn out of order")
     random = torch.randint(case.family.codes, (1, high * wide), generator=torch.Generator().manual_seed(0))
     draft = type("D", (Draft,), {"sketch": lambda self, state: random.expand(len(state.rows), -1)})()
     state = drawn(RejectedRegions(Local(1.1), draft), [0, 1, 2])
-    assert state.tokens == wanted and float(state.drift.abs().max()) == 0
+    assert state.tokens == reference and float(state.drift.abs().max()) == 0
     for way in (RejectedRegions(Local(1.1, window=1), draft), RejectedRegions(Local(0.02, k=2, window=1), draft)):
         together = drawn(way, [0, 1, 2])
         assert [drawn(way, [row]).tokens[0] for row in range(3)] == together.tokens
@@ -412,7 +412,7 @@ def test_local_in_the_ordinary_loop(temperature, kind):
         if tau:
             assert state.tokens == plain(temperature, kind=kind).tokens
         else:
-            assert all(found.committed == [6] * 3 for found in state.trace.rounds[:-1]), "grammar's ids too"
+            assert all(result.committed == [6] * 3 for result in state.trace.rounds[:-1]), "grammar's ids too"
             assert bool((state.drift > 0).all())
 
 
@@ -492,10 +492,10 @@ def shaped(rows, columns):
 
 def asked(**changes):
     """What needs raster order."""
-    found = request()
+    result = request()
     for name, value in changes.items():
-        setattr(found, name, value)
-    return decoded(RejectedRegions(Local(), Draft()), ImageAR(family()), found)
+        setattr(result, name, value)
+    return decoded(RejectedRegions(Local(), Draft()), ImageAR(family()), result)
 
 
 @pytest.mark.parametrize("make,sentence", [

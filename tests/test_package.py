@@ -64,11 +64,11 @@ def test_build(kind, tmp_path):
         data = [file for name in packaged() for file in included.folder(name).iterdir()]
         data += (ROOT / "eval" / "report" / "templates").iterdir()
         left_out = (".safetensors", ".pyc")
-        wanted = {f"visspec/{p.relative_to(ROOT)}" for p in data if p.is_file() and p.suffix not in left_out}
-        wanted |= {f"visspec/toys/world/emoji/{name}" for name in ("atlas.json", "atlas.webp", "OFL.txt")}
-        wanted |= {f"visspec/{file.relative_to(ROOT / 'visspec')}" for file in (ROOT / HELD_OUT).glob("*/*")}
-        wanted |= {f"visspec/{file.relative_to(ROOT)}".replace("visspec/visspec", "visspec") for file, _ in sources()}
-        assert wanted and wanted <= set(held)
+        expected = {f"visspec/{p.relative_to(ROOT)}" for p in data if p.is_file() and p.suffix not in left_out}
+        expected |= {f"visspec/toys/world/emoji/{name}" for name in ("atlas.json", "atlas.webp", "OFL.txt")}
+        expected |= {f"visspec/{file.relative_to(ROOT / 'visspec')}" for file in (ROOT / HELD_OUT).glob("*/*")}
+        expected |= {f"visspec/{file.relative_to(ROOT)}".replace("visspec/visspec", "visspec") for file, _ in sources()}
+        assert expected and expected <= set(held)
         zoo = [name.split("/") for name in held if name.startswith("visspec/models/zoo/")]
         folders = {parts[3] for parts in zoo if len(parts) > 4}
         assert folders == {included.folder(name).name for name in packaged()}

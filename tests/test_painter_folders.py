@@ -29,13 +29,13 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """By kind: a pipeline, and the folder it was saved in."""
-    found = {}
+    result = {}
     for kind, (make, processor, *_) in KINDS.items():
         with torch.inference_mode(False):
             pipe = ImagePipeline(make(), processor and processor())
         pipe.save_pretrained(folder := tmp_path_factory.mktemp(kind))
-        found[kind] = pipe, folder
-    return found
+        result[kind] = pipe, folder
+    return result
 
 
 @each_kind
@@ -58,14 +58,14 @@ def test_folder_round_trip(written, kind):
 def test_tensors_and_types_checked(written, tmp_path, kind):
     _, folder = written[kind]
     name, other = KINDS[kind][3], next(row[-1] for row in KINDS.values() if row[-1] != KINDS[kind][-1])
-    for i, (change, said) in enumerate((
+    for i, (change, message) in enumerate((
         (lambda t, c: t.pop(name), f"lacks tensor '{name}'"),
         (lambda t, c: t.update({"more.weight": torch.ones(1)}), "unknown tensor 'more.weight'"),
         (lambda t, c: t.update({name: torch.ones(3)}), f"tensor '{name}' of .* has shape"),
         (lambda t, c: c.update(model_type=other), f"model_type: got '{other}'"),
     )):  # fmt: skip
         (tmp_path / str(i)).mkdir()
-        with raises_line(said):
+        with raises_line(message):
             KINDS[kind][2](altered(folder, tmp_path / str(i), change))
 
 

@@ -54,8 +54,8 @@ def test_plugins(tables, tmp_path, monkeypatch):
         warnings.simplefilter("always")
         assert "bigram" in registry.table("drafter") and "ngram" in registry.table("drafter")
         assert registry.table("rule")["loose"].load() is Typical
-    said = [str(one.message) for one in caught if "plug-in" in str(one.message)]
-    assert len(said) == 2 and "'broken' (my_plugin:fail) failed" in said[0] and "no luck" in said[0], said
+    message = [str(one.message) for one in caught if "plug-in" in str(one.message)]
+    assert len(message) == 2 and "'broken' (my_plugin:fail) failed" in message[0] and "no luck" in message[0], message
     assert registry.table("drafter")["bigram"].what == "Looks the last word up."
     assert "my_image" in registry.table("family")
     testing.check_drafter("bigram:back=2", model_of("llama"), prompt("llama", shapes("llama")["one"]))
@@ -152,14 +152,14 @@ def test_preset_of_pipeline_and_call(folder, tmp_path):
     asked = {"prompt": "a photo of a red ring", "seed": 1, "output_type": "latent"}
     pipe = visspec.ImagePipeline.from_pretrained(folder)
     before = pipe(**asked)
-    wanted = pipe(**asked, **registry.preset("coupled", "codes").method).tokens[0]
-    found = pipe(**asked, preset="coupled")
-    assert torch.equal(found.tokens[0], wanted) and found.stats[0].drafter == "jacobi"
+    expected = pipe(**asked, **registry.preset("coupled", "codes").method).tokens[0]
+    result = pipe(**asked, preset="coupled")
+    assert torch.equal(result.tokens[0], expected) and result.stats[0].drafter == "jacobi"
     assert torch.equal(pipe(**asked).tokens[0], before.tokens[0]), "a preset is that of its call alone"
     assert pipe(**asked, preset="coupled", drafter="none", acceptance="exact").stats[0].drafter == "none"
     other = visspec.ImagePipeline.from_pretrained(folder, preset="coupled")
     assert (other.drafter, other.acceptance) == ("jacobi:redraw=maximal,window=16", "rejection")
-    assert torch.equal(other(**asked).tokens[0], wanted)
+    assert torch.equal(other(**asked).tokens[0], expected)
     other.save_pretrained(tmp_path / "saved")
     stored = json.loads((tmp_path / "saved" / "visspec.json").read_text())
     assert (stored["drafter"], stored["acceptance"]) == (other.drafter, other.acceptance)

@@ -30,9 +30,9 @@ SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9}
 def behind(name, inputs, ids):
     """A prompt with these ids (n,) behind it."""
     types = FAMILIES[name].types
-    found = inputs | {"input_ids": torch.cat([inputs["input_ids"], ids[None]], dim=1)}
-    found["attention_mask"] = torch.ones_like(found["input_ids"])
-    return found | ({types: torch.nn.functional.pad(inputs[types], (0, len(ids)))} if types else {})
+    result = inputs | {"input_ids": torch.cat([inputs["input_ids"], ids[None]], dim=1)}
+    result["attention_mask"] = torch.ones_like(result["input_ids"])
+    return result | ({types: torch.nn.functional.pad(inputs[types], (0, len(ids)))} if types else {})
 
 
 def questions(name, count=2, **common):
@@ -41,22 +41,22 @@ def questions(name, count=2, **common):
     generator = torch.Generator().manual_seed(5)
     texts = [torch.randint(5, 88, (size,), generator=generator) for size in SIZES]
     images = [prompt(name, rows, seed) for seed in range(count)]
-    found = [behind(name, image, ids) for ids in texts for image in images]
-    return [p | {"max_new_tokens": 5 + i % 4, "seed": 100 + i} | common for i, p in enumerate(found)]
+    result = [behind(name, image, ids) for ids in texts for image in images]
+    return [p | {"max_new_tokens": 5 + i % 4, "seed": 100 + i} | common for i, p in enumerate(result)]
 
 
 def streamed(quick, entries, cache, slots=6, **options):
     """Of each prompt: tokens, accepted of each round, and the tokens of the prompt that were reused."""
-    found = sorted(quick.stream(entries, slots=slots, prefix_cache=cache, **options), key=lambda a: a.id)
-    assert [a.error for a in found] == [None] * len(entries)
-    return [(a.tokens, [r.committed for r in a.rounds]) for a in found], [a.reused for a in found]
+    result = sorted(quick.stream(entries, slots=slots, prefix_cache=cache, **options), key=lambda a: a.id)
+    assert [a.error for a in result] == [None] * len(entries)
+    return [(a.tokens, [r.committed for r in a.rounds]) for a in result], [a.reused for a in result]
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "llava", "qwen2_5_vl", "gemma3", "paligemma", "smolvlm"])
 def test_rows_as_alone(name):
     quick, entries, cache = fast(name, "ngram"), questions(name), PrefixCache()
-    found, reused = streamed(quick, entries, cache)
-    assert [tokens for tokens, _ in found] == [quick.run(**entry).state.tokens[0] for entry in entries]
+    result, reused = streamed(quick, entries, cache)
+    assert [tokens for tokens, _ in result] == [quick.run(**entry).state.tokens[0] for entry in entries]
     if name == "paligemma":  # its prompts see themselves both ways
         assert not any(reused) and cache.refused and len(cache) == cache.hits == 0
     else:
@@ -95,9 +95,9 @@ def test_rounds_with_every_drafter(name, kind):
     """Greedy and sampled."""
     quick, entries = fast(name, DRAFTERS[kind](name)), questions(name, 1)
     for options in ({}, SAMPLED):
-        found, reused = streamed(quick, entries, PrefixCache(), slots=3, **options)
-        assert found == streamed(quick, entries, 0, slots=3, **options)[0] and sum(map(bool, reused)) == 4
-        assert [tokens for tokens, _ in found] == plain(name, **options)
+        result, reused = streamed(quick, entries, PrefixCache(), slots=3, **options)
+        assert result == streamed(quick, entries, 0, slots=3, **options)[0] and sum(map(bool, reused)) == 4
+        assert [tokens for tokens, _ in result] == plain(name, **options)
     assert not quick.setup.drafter.warned
 
 
@@ -170,10 +170,10 @@ def test_encoded_pictures(room):
     torch.set_printoptions(threshold=4, edgeitems=1)  # as of tensors of more than 1,000 numbers
     try:
         assert len({repr(entry["mm_encoder_outputs"]) for entry in entries}) == 1
-        found, reused = streamed(quick, entries, cache)
+        result, reused = streamed(quick, entries, cache)
     finally:
         torch.set_printoptions(profile="default")
-    assert [tokens for tokens, _ in found] == expected
+    assert [tokens for tokens, _ in result] == expected
     assert [bool(n) for n in reused] == [False, False, room > 0]
 
 
@@ -188,8 +188,8 @@ def test_digest_of_arguments():
         values: list
 
     def digest(value):
-        found = hashlib.sha256()
-        return found.hexdigest() if add_to_digest(found, value) else None
+        result = hashlib.sha256()
+        return result.hexdigest() if add_to_digest(result, value) else None
 
     other = torch.zeros(2000)
     other[1000] = 1e-6
@@ -212,8 +212,8 @@ def test_all_image_slots_have_to_be_shared(name):
     for entry, place in zip(entries[1:], (1, between, -6, -5)):
         entry["input_ids"][0, place] = 88 - ids[0, place] // 2
     quick, cache = fast(name, "ngram"), PrefixCache()
-    found, reused = streamed(quick, entries, cache)
-    assert [tokens for tokens, _ in found] == [quick.run(**entry).state.tokens[0] for entry in entries]
+    result, reused = streamed(quick, entries, cache)
+    assert [tokens for tokens, _ in result] == [quick.run(**entry).state.tokens[0] for entry in entries]
     assert [bool(n) for n in reused] == [False, False, False, True, True] and not cache.refused
 
 

@@ -173,5 +173,5 @@ def test_sampled_rows_of_driven_model():
     inputs = {"input_ids": ids, "pixel_values": torch.zeros(2, 3, 8, 8)}
     sampling = {"do_sample": True, "max_new_tokens": NEW, "seed": [3, 4]}
     expected = new_tokens(visspec.accelerate(model, None).generate(**inputs, **sampling), inputs)
-    found = visspec.accelerate(model, TreeOracle(expected, 0.3)).generate(**inputs, **sampling)
-    assert new_tokens(found, inputs) == expected
+    result = visspec.accelerate(model, TreeOracle(expected, 0.3)).generate(**inputs, **sampling)
+    assert new_tokens(result, inputs) == expected

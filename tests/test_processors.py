@@ -79,11 +79,11 @@ def test_forced_text_is_drafted(package, monkeypatch):
     inputs, model, make = inputs_of(1), json_model(), PACKAGES[package]
     options = {"max_new_tokens": LONGEST, "do_sample": False}
     quick = visspec.accelerate(model, None)
-    found = quick.run(**inputs, **options, **make())
-    assert found.stats.tau > 1.05
+    result = quick.run(**inputs, **options, **make())
+    assert result.stats.tau > 1.05
     monkeypatch.setattr(grammar, "forced_tokens", lambda state, row: [])
     plain = quick.run(**inputs, **options, **make())
-    assert torch.equal(plain.output, found.output) and plain.stats.tau == 1.0
+    assert torch.equal(plain.output, result.output) and plain.stats.tau == 1.0
 
 
 @pytest.mark.parametrize("package", ["xgrammar", "outlines-xgrammar"])
@@ -131,8 +131,8 @@ def test_a_row_has_its_own_grammar():
     inputs, options = inputs_of(2), {"max_new_tokens": LONGEST, "do_sample": False}
     make = lambda: {"logits_processor": [LogitsProcessor(grammars)]}  # noqa: E731
     expected = new_tokens(json_model().generate(**inputs, **options, **make()), inputs)
-    found = visspec.accelerate(json_model(), "ngram").generate(**inputs, **options, **make())
-    assert new_tokens(found, inputs) == expected and record(expected[0])
+    result = visspec.accelerate(json_model(), "ngram").generate(**inputs, **options, **make())
+    assert new_tokens(result, inputs) == expected and record(expected[0])
 
 
 class Taking(tf.LogitsProcessor):
@@ -165,8 +165,8 @@ def test_state_is_copied(do_sample):
     seeded = {"seed": 3} if do_sample else {}
     for drafter in (None, TreeOracle(expected, wrong=0.3), TreeOracle(expected, wrong=0.3, per_row=True), Hostile()):
         used = Taking()
-        found = fast("llava", drafter).generate(**inputs, **options, **seeded, logits_processor=[used])
-        assert new_tokens(found, inputs) == expected
+        result = fast("llava", drafter).generate(**inputs, **options, **seeded, logits_processor=[used])
+        assert new_tokens(result, inputs) == expected
         assert used.length is None, "the user's own is left as it was"
     assert processors.fork(used).tokenizer is used.tokenizer
 

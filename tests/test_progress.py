@@ -43,8 +43,8 @@ def test_bar_in_terminal(monkeypatch):
         shown.update(1, {"tau": "2.00"})
         shown.write("visspec: a sentence")
         shown.update(2, {"tau": "2.00"})
-    said = terminal.getvalue()
-    assert "1/2" in said and re.search(r"\dimages/s, tau=2.00", said) and "\rvisspec: a sentence\n" in said
+    message = terminal.getvalue()
+    assert "1/2" in message and re.search(r"\dimages/s, tau=2.00", message) and "\rvisspec: a sentence\n" in message
 
 
 def test_a_caption_run_says_how_fast_it_was(tmp_path, capsys, monkeypatch):
@@ -53,9 +53,9 @@ def test_a_caption_run_says_how_fast_it_was(tmp_path, capsys, monkeypatch):
     (tmp_path / "3.png").write_bytes(b"broken")
     argv = ["caption", str(tmp_path), "--out", str(tmp_path / "o.jsonl"), "--max-new-tokens", "16", "--compare", "2"]
     assert main(argv) == 1
-    said, logged = capsys.readouterr()
+    message, logged = capsys.readouterr()
     assert re.search(r"4/4 images .*tau=\d+\.\d\d, tokens/s=\S+, failed=1", logged)
-    summary, compared = said.splitlines()
+    summary, compared = message.splitlines()
     assert re.search(
         r"; \d+\.\d s, \S+ images per second, \d+\.\d\d tokens per pass \(tau\); 3 cut at the limit \(.*\)$",
         summary,

@@ -20,12 +20,12 @@ NEW = 12
 
 @st.composite
 def parents(draw, most=8, deepest=4):
-    found, depth = [-1], [0]
+    result, depth = [-1], [0]
     for n in range(1, draw(st.integers(1, most))):
         above = draw(st.sampled_from([m for m in range(n) if depth[m] < deepest]))
-        found.append(above)
+        result.append(above)
         depth.append(depth[above] + 1)
-    return tuple(found)
+    return tuple(result)
 
 
 class Drawn(Double):
@@ -54,15 +54,15 @@ class Drawn(Double):
 
 def watched(target):
     """For every commit of the target: slots that the cache holds, tokens of each row, and which rows are finished."""
-    found, commit = [], target.commit
+    result, commit = [], target.commit
 
     def watch(state, draft, outcome):
         commit(state, draft, outcome)
         lengths = [state.request.prompt.shape[1] + len(state.tokens[row]) - 1 for row in state.rows]
-        found.append((state.cache.slots.lengths, lengths, [row in state.finished for row in state.rows]))
+        result.append((state.cache.slots.lengths, lengths, [row in state.finished for row in state.rows]))
 
     target.commit = watch
-    return found
+    return result
 
 
 @settings(max_examples=60)
@@ -164,9 +164,9 @@ def test_growing_keeps_the_best(rows, width, levels, nodes, seed):
     assert draft.tree.size == 1 + min(nodes, sum(len(n) for n in naive[:1]))
     for b in range(rows):
         index = trees.paths(draft.tree)[b].tolist()
-        found = {tuple(draft.value[b, [i for i in path if i >= 0]].tolist()) for path in index}
+        result = {tuple(draft.value[b, [i for i in path if i >= 0]].tolist()) for path in index}
         best = sorted(naive[b], key=naive[b].get, reverse=True)[: draft.tree.size - 1]
-        assert found == {(b,), *best}
+        assert result == {(b,), *best}
 
 
 @settings(max_examples=60)

@@ -40,12 +40,12 @@ IDS = torch.randperm(90, generator=torch.Generator().manual_seed(3))[:FEW].sort(
 def drawn(shapes, seed=0, size=1.3):
     """Random tensors of these shapes. size: of matrices, less where no norm bounds what they write (rounding)."""
     generator = torch.Generator().manual_seed(seed)
-    found = {}
+    result = {}
     for name, shape in shapes.items():
         scale = size * shape[-1] ** -0.5 if len(shape) > 1 else 0.2
         base = 1.0 if "norm" in name else 0.0
-        found[name] = base + scale * torch.randn(shape, generator=generator)
-    return found
+        result[name] = base + scale * torch.randn(shape, generator=generator)
+    return result
 
 
 def mlp(prefix):
@@ -354,8 +354,8 @@ def test_speculators_itself_loads(tmp_path, name):
         data["speculators_config"]["verifier"]["architectures"] = [type(model).__name__]
         drafter, _ = registry.drafter(str(saved(tmp_path / "head", data, tensors)), model)
     drafter.export(tmp_path / "out", "speculators", verifier=str(tmp_path / "target"))
-    found = speculators.SpeculatorModel.from_pretrained(tmp_path / "out")
-    theirs = found.state_dict()
+    result = speculators.SpeculatorModel.from_pretrained(tmp_path / "out")
+    theirs = result.state_dict()
     for key, value in load_file(tmp_path / "out" / "model.safetensors").items():
         assert torch.equal(theirs[key].to(value.dtype), value), key
     assert not any(value.isnan().any() for value in theirs.values() if value.is_floating_point())
@@ -380,18 +380,18 @@ def test_vllm_itself_reads_what_is_written(tmp_path, kind, form, architecture):
     drafter.export(tmp_path, form, verifier="somewhere/target")
     method, data = "dflash" if kind == "dflash2" else kind, json.loads((tmp_path / "config.json").read_text())
     if form == kind != "dspark":
-        found = eagle(AutoConfig.from_pretrained(tmp_path), method=method, model_type="eagle")
+        result = eagle(AutoConfig.from_pretrained(tmp_path), method=method, model_type="eagle")
     else:
-        found, told = nested.from_pretrained(tmp_path), nested.extract_vllm_speculative_config(data)
+        result, told = nested.from_pretrained(tmp_path), nested.extract_vllm_speculative_config(data)
         assert told == {"method": method, "num_speculative_tokens": drafter.traits.levels}
-        assert found.eagle_aux_hidden_state_layer_ids == list(drafter.traits.feature_layers)
-    assert found.architectures == [architecture] and found.hidden_size == D
+        assert result.eagle_aux_hidden_state_layer_ids == list(drafter.traits.feature_layers)
+    assert result.architectures == [architecture] and result.hidden_size == D
     if form == "eagle3":  # outputs of layers; vLLM takes them for inputs
-        assert found.eagle_config["eagle_aux_hidden_state_layer_ids"] == [0]
+        assert result.eagle_config["eagle_aux_hidden_state_layer_ids"] == [0]
     if kind == "dspark":
-        assert (found.markov_rank, found.block_size, found.mask_token_id) == (3, 4, drafter.mask)
+        assert (result.markov_rank, result.block_size, result.mask_token_id) == (3, 4, drafter.mask)
     if method == "dflash":
-        own = found.dflash_config
+        own = result.dflash_config
         assert own["target_layer_ids"] == [0] and own["mask_token_id"] == drafter.mask
         sizes = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 3, "selector_top_k": 16}
         assert {name: own[name] for name in sizes if name in own} == (sizes if kind == "dflash2" else {})
@@ -415,8 +415,8 @@ def test_norm_output_of_specforge(tmp_path, asked):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         drafter, _ = registry.drafter(spec, model)
-    said = [w for w in caught if "norm_output" in str(w.message)]
-    assert ["head:norm_output=false" in str(w.message) for w in said] == [True] * (asked is None)
+    message = [w for w in caught if "norm_output" in str(w.message)]
+    assert ["head:norm_output=false" in str(w.message) for w in message] == [True] * (asked is None)
     config = facts(**SPLIT, feature_layers=(1, 1, 1), own_embedding=False, levels=7, norm_output=asked is not False)
     assert drafter.config == config
     check_described(drafter, model, "llava", config, tensors)
@@ -488,7 +488,7 @@ def test_hub_ids_that_cannot_be_read(cache, monkeypatch):
 
     with pytest.raises(ValueError, match="checkpoint: no/where is not in the cache, and the hub could not be reached"):
         registry.drafter("no/where", model_of("llava"))
-    for error, said in (
+    for error, message in (
         (RepositoryNotFoundError.__new__(RepositoryNotFoundError), "is not on the hub, or is private"),
         (GatedRepoError.__new__(GatedRepoError), "needs a login with access to it"),
         (OSError("disk\nfull"), r"could not be fetched \(disk\)"),
@@ -498,7 +498,7 @@ def test_hub_ids_that_cannot_be_read(cache, monkeypatch):
             raise error  # noqa: B023
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", raised)
-        with raises_line(said):
+        with raises_line(message):
             registry.drafter("no/where", model_of("llava"))
 
 
@@ -666,9 +666,9 @@ BLOCKS = {
 
 def first_predicts(data):
     """Whether the pending token's place predicts."""
-    said = {**data, **data.get("dflash_config", {})}
-    spark = "markov_rank" in said
-    return said.get("shift_label" if "shift_label" in said else "sample_from_anchor", spark)
+    message = {**data, **data.get("dflash_config", {})}
+    spark = "markov_rank" in message
+    return message.get("shift_label" if "shift_label" in message else "sample_from_anchor", spark)
 
 
 def block_states(data, tensors, model, whole):
@@ -752,7 +752,7 @@ def check_block(drafter, data, tensors, model, inputs, rows):
 def test_sequential_head(tmp_path, name, monkeypatch):
     """The laws that a chain's tokens are drawn from, and that it reports; confidence ends it where the product says."""
     data, tensors = BLOCKS[name][0]()
-    said, table = {**data, **data.get("dflash_config", {})}, model_of("llava").get_input_embeddings().weight
+    message, table = {**data, **data.get("dflash_config", {})}, model_of("llava").get_input_embeddings().weight
     model, rows, laws = model_of("llava"), shapes("llava")["ragged"], []
     options = "" if name.startswith("domino") else ":confidence=0.2"
     drafter, _ = registry.drafter(f"{saved(tmp_path / 'head', data, tensors)}{options}", model)
@@ -764,13 +764,13 @@ def test_sequential_head(tmp_path, name, monkeypatch):
     draft, base = drafter.propose(state, 4), drafter._laws(hidden)
     for b in range(len(rows)):
         tokens = draft.value[b, : len(laws)]
-        want, weights = walked(tensors, said, base[b], hidden[b], table, tokens), Weights(tensors)
+        want, weights = walked(tensors, message, base[b], hidden[b], table, tokens), Weights(tensors)
         torch.testing.assert_close(torch.stack(laws, 1)[b].softmax(-1), want.softmax(-1), rtol=1e-4, atol=1e-4)
         assert torch.equal(draft.value[b, 1:], want.argmax(-1))
         if name.startswith("domino"):
             continue
         product, real, beside = 1.0, [True], weights["markov_head.markov_w1.weight"][tokens]
-        seen = torch.cat([hidden[b], beside] if said["confidence_head_with_markov"] else [hidden[b]], dim=-1)
+        seen = torch.cat([hidden[b], beside] if message["confidence_head_with_markov"] else [hidden[b]], dim=-1)
         for level, rate in enumerate(weights.linear(seen, "confidence_head.proj").sigmoid()[:, 0].tolist()):
             product *= rate
             real.append(real[-1] and (level == 0 or product >= 0.2))
@@ -1049,8 +1049,8 @@ def test_eagle3_for_text_targets(tmp_path, layout, more, says):
     check_described(drafter, model, "llama", config, tensors)
     assert check_drafter(spec, model, prompt("llama", shapes("llama")["ragged"]), NEW)
     several = data | {"num_hidden_layers": 2} if layout is deepspec_eagle3 else data | {"parallel_drafting": True}
-    said = "num_hidden_layers" if layout is deepspec_eagle3 else "parallel_drafting"
-    with pytest.raises(ValueError, match=f"{said} of .* is (2|True), expected (1|False)"):
+    message = "num_hidden_layers" if layout is deepspec_eagle3 else "parallel_drafting"
+    with pytest.raises(ValueError, match=f"{message} of .* is (2|True), expected (1|False)"):
         registry.drafter(str(saved(tmp_path / "other", several, tensors)), model)
 
 

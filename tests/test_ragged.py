@@ -107,11 +107,11 @@ def test_rounds_against_masks(data):
         seen = visibility(tree.ancestor, slots.lengths, slots.padding, extent)[:, None]
         mask = seen.expand(live, -1, -1, -1)
         assert torch.equal(draft_attention.visibility_mask(layout, extent), mask)
-        found, _ = draft_attention.attend_by_tree(None, query, key, value, layout, True, 0.3)
+        result, _ = draft_attention.attend_by_tree(None, query, key, value, layout, True, 0.3)
         wide = [x.repeat_interleave(share, 1) for x in (key, value)]
-        wanted = F.scaled_dot_product_attention(query, *wide, attn_mask=mask, scale=0.3).transpose(1, 2)
-        assert found.shape == wanted.shape and found.is_contiguous()
-        assert torch.allclose(found, wanted, atol=1e-5)
+        expected = F.scaled_dot_product_attention(query, *wide, attn_mask=mask, scale=0.3).transpose(1, 2)
+        assert result.shape == expected.shape and result.is_contiguous()
+        assert torch.allclose(result, expected, atol=1e-5)
         assert told_by.name == TREE
         paths = torch.where(tree.ancestor[:, -1:], torch.arange(nodes), -1)[:, 0].expand(live, -1).tolist()
         slots.commit([[n for n in path if n >= 0] for path in paths])
@@ -137,12 +137,12 @@ def test_what_a_gpu_runs_equals_the_mask(heads, keys, size, nodes):
     extent = slots.open(nodes, device)
     layout, query = told_by(slots, tree), states(heads, nodes)
     key, value = slots.write(0, states(keys, nodes), states(keys, nodes))
-    found, _ = draft_attention.attend_by_tree(None, query, key, value, layout, True, size**-0.5)
+    result, _ = draft_attention.attend_by_tree(None, query, key, value, layout, True, size**-0.5)
     mask = visibility(tree.ancestor, slots.lengths, slots.padding, extent)[:, None]
     assert torch.equal(draft_attention.visibility_mask(layout, extent), mask.expand(3, -1, -1, -1))
     wide = [x.repeat_interleave(heads // keys, 1).float() for x in (key, value)]
-    wanted = F.scaled_dot_product_attention(query.float(), *wide, attn_mask=mask).transpose(1, 2)
-    assert told_by.name == TREE and float((found.float() - wanted).abs().max()) < 2e-2
+    expected = F.scaled_dot_product_attention(query.float(), *wide, attn_mask=mask).transpose(1, 2)
+    assert told_by.name == TREE and float((result.float() - expected).abs().max()) < 2e-2
 
 
 def test_padding_inside_prompt(on):
@@ -221,10 +221,10 @@ def test_failure_falls_back_once(on, monkeypatch):
     monkeypatch.setattr(kernels, "tree_attention", failing, raising=False)
     with pytest.warns(
         RuntimeWarning, match=r"attention: .* because of RuntimeError: This kernel only supports"
-    ) as said:
+    ) as message:
         assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
     backend = accelerated.target.masks.backend
-    assert len(said) == 1 and backend.name == MASK and "Ampere" in str(backend) and "more" not in str(backend)
+    assert len(message) == 1 and backend.name == MASK and "Ampere" in str(backend) and "more" not in str(backend)
     assert new_tokens(accelerated.generate(**inputs, **GREEDY), inputs) == expected
 
 
@@ -254,9 +254,9 @@ def test_more_than_softmax():
     backend = pass_inputs.Backend(TREE)
     layout = backend(slots, trees.chain(2))
     with pytest.warns(RuntimeWarning, match=r"attention: .*more than a softmax over keys"):
-        found, _ = draft_attention.draft_attention(module, *given, None, visspec=layout, position_bias=bias)
-    wanted, _ = sdpa_attention_forward(module, *given, mask, position_bias=bias)
-    assert torch.equal(found, wanted) and backend.name == MASK
+        result, _ = draft_attention.draft_attention(module, *given, None, visspec=layout, position_bias=bias)
+    expected, _ = sdpa_attention_forward(module, *given, mask, position_bias=bias)
+    assert torch.equal(result, expected) and backend.name == MASK
 
 
 def test_the_road_of_a_device(monkeypatch):

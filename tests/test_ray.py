@@ -105,12 +105,12 @@ def test_bad_prompt_is_error_record(folder):
     prompts = {"a": "a ring", "long": "ring " * 500, "odd": "a \ud800"}
     records = [*(Record(id, prompt=text) for id, text in prompts.items()), Record("none", error="none: no prompt")]
     drawing = RecordImages(Options(prompt=[], model=str(folder), batch_size=2, temperature=1.0, seed=5))
-    found = {row["id"]: row for row in drawing(records)}
-    assert set(found["a"]) == set(found["long"]) and found["none"]["error"] == "none: no prompt"
-    assert found["long"]["error"].startswith("long: ") and found["long"]["image"] is None
-    assert found["odd"]["error"] == "odd: prompt: got 'a \\ud800', expected a text that UTF-8 can encode."
+    result = {row["id"]: row for row in drawing(records)}
+    assert set(result["a"]) == set(result["long"]) and result["none"]["error"] == "none: no prompt"
+    assert result["long"]["error"].startswith("long: ") and result["long"]["image"] is None
+    assert result["odd"]["error"] == "odd: prompt: got 'a \\ud800', expected a text that UTF-8 can encode."
     alone = next(iter(drawing(records[:1])))
-    assert alone["image"] == found["a"]["image"] and alone["error"] is None and alone["seed"] == seed_of(5, "a")
+    assert alone["image"] == result["a"]["image"] and alone["error"] is None and alone["seed"] == seed_of(5, "a")
 
 
 def test_a_run_goes_on_with_and_without_ray(tmp_path, capsys, monkeypatch):
@@ -120,7 +120,7 @@ def test_a_run_goes_on_with_and_without_ray(tmp_path, capsys, monkeypatch):
         yield from make()(sources.new_records(read(), done, repeated))
 
     monkeypatch.setattr(distributed, "run", here)
-    preset, images, found = tmp_path / "p.json", scene_files(tmp_path, 4), []
+    preset, images, result = tmp_path / "p.json", scene_files(tmp_path, 4), []
     model, _ = load("captioner")
     write_preset(preset, model, {"drafter": "ngram", "acceptance": "typical:epsilon=0.1"})
     for count, name, ways in ((2, "a", ["--ray"]), (2, "b", []), (4, "a", []), (4, "b", ["--ray"])):
@@ -130,8 +130,8 @@ def test_a_run_goes_on_with_and_without_ray(tmp_path, capsys, monkeypatch):
         assert "2 records, 0 of them failed" in capsys.readouterr().out
         about = json.loads(Path(f"{out}.about.json").read_text())
         assert about.pop("provenance")["torch"] and about["guarantee"] == "approximate"
-        found.append((about, captions(out)))
-    assert found[0] == found[1] and found[2] == found[3] and len(found[2][1]) == 4
+        result.append((about, captions(out)))
+    assert result[0] == result[1] and result[2] == result[3] and len(result[2][1]) == 4
 
 
 # --- a real Ray: it takes tens of seconds to start processes ----------------------------------------------------------
@@ -143,8 +143,8 @@ def cluster():
     ray = pytest.importorskip("ray", reason="ray is not installed (pip install 'visspec[ray]')")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        found = ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, configure_logging=False)
-        patch.setenv("RAY_ADDRESS", found.address_info["address"])
+        result = ray.init(num_cpus=3, include_dashboard=False, log_to_driver=False, configure_logging=False)
+        patch.setenv("RAY_ADDRESS", result.address_info["address"])
         yield
         ray.shutdown()
 
@@ -172,9 +172,9 @@ def test_killed_workers_lose_nothing(cluster):
 
     ids = [f"r{i:02}" for i in range(20)]
     read = lambda: map(Record, [*ids, "r01", "r01"])  # noqa: E731
-    found = list(distributed.run(read, make, workers=2, group=4, done={"r00"}, repeated=repeated.append))
-    assert sorted(id for id, _ in found) == ids[1:] and repeated == ["r01", "r01"]
-    assert [id for id, error in found if error] == ["r13"]
+    result = list(distributed.run(read, make, workers=2, group=4, done={"r00"}, repeated=repeated.append))
+    assert sorted(id for id, _ in result) == ids[1:] and repeated == ["r01", "r01"]
+    assert [id for id, error in result if error] == ["r13"]
 
     def broken():
         raise ValueError("model: got none, expected one")
@@ -192,17 +192,17 @@ def test_captions_of_two_processes(cluster, tmp_path, capsys):
     (home / "6.png").write_bytes(b"broken")
     again = [{"id": "a", "image": "images/0.png"}] * 3 + [{"id": str(home / "1.png"), "image": "images/1.png"}]
     table.write_text("\n".join(map(json.dumps, again)))
-    found = []
+    result = []
     for name, options in (("one", []), ("two", ["--ray", "--workers", "2", "--slots", "1"])):
         out = tmp_path / f"{name}.jsonl"
         argv = ["caption", str(home), str(table), "--out", str(out), "--temperature", "0.9", "--seed", "3", *SHORT]
         argv += options
         assert main(argv) == 1
-        said = capsys.readouterr()
-        assert "8 records, 1 of them failed, 3 repeated ids" in said.out
-        assert Counter(line for line in said.err.splitlines() if "twice" in line).total() == 3
-        found.append(captions(out))
-    for rows in zip(*(sorted(rows.values(), key=lambda row: row["id"]) for rows in found), strict=True):
+        message = capsys.readouterr()
+        assert "8 records, 1 of them failed, 3 repeated ids" in message.out
+        assert Counter(line for line in message.err.splitlines() if "twice" in line).total() == 3
+        result.append(captions(out))
+    for rows in zip(*(sorted(rows.values(), key=lambda row: row["id"]) for rows in result), strict=True):
         assert rows[0] | {"rounds": 0} == rows[1] | {"rounds": 0}
     assert main([arg for arg in argv if arg != "--ray"]) == 1  # goes on here
     assert "0 records, 0 of them failed, 8 were there" in capsys.readouterr().out
@@ -213,8 +213,8 @@ def test_captions_of_two_processes(cluster, tmp_path, capsys):
 def test_images_of_two_processes(cluster, folder, tmp_path, capsys):
     out = tmp_path / "out"
     argv = ["generate", "a ring", "a cube", "-n", "2", "--ray", "--batch-size", "1", "--out", str(out), "--seed", "5"]
-    for said in ("4 records, 0 of them failed;", "0 records, 0 of them failed, 4 were there\n"):
-        assert main([*argv, "--model", str(folder)]) == 0 and said in capsys.readouterr().out
+    for message in ("4 records, 0 of them failed;", "0 records, 0 of them failed, 4 were there\n"):
+        assert main([*argv, "--model", str(folder)]) == 0 and message in capsys.readouterr().out
     records = [Record(f"{text}#{k}", prompt=text) for text in ("a ring", "a cube") for k in range(2)]
     drawing = RecordImages(Options(prompt=[], model=str(folder), batch_size=1, seed=5))  # pixels round by batch size
     for row, found in zip(drawing(records), map(captions(out / "images.jsonl").get, (r.id for r in records))):

@@ -181,9 +181,9 @@ def test_rows_enter_a_running_batch(name):
     limits = (NEW, 5, 9, 14, 3)
     entries = [inputs | {"max_new_tokens": n} for inputs, n in zip(single, limits)]
     expected = [new_tokens(model_of(name).generate(**entry, do_sample=False), entry)[0] for entry in entries]
-    found = {answer.id: answer for answer in fast.stream(entries, slots=2)}
-    assert [found[i].error for i in range(5)] == [None] * 5
-    assert [found[i].tokens for i in range(5)] == expected
+    result = {answer.id: answer for answer in fast.stream(entries, slots=2)}
+    assert [result[i].error for i in range(5)] == [None] * 5
+    assert [result[i].tokens for i in range(5)] == expected
 
 
 def test_a_rejection_costs_no_pass():

@@ -290,8 +290,8 @@ def test_small_model_drafts(shape, plain, reads):
             draft = super().propose(state, depth)
             for b, row in enumerate(state.rows):
                 ids = torch.cat([alone[row], torch.tensor([list(state.tokens[row])])], dim=1)
-                said = small.generate(input_ids=ids, max_new_tokens=depth, do_sample=False)[0, ids.shape[1] :]
-                assert draft.value[b, 1:].tolist() == said.tolist()
+                message = small.generate(input_ids=ids, max_new_tokens=depth, do_sample=False)[0, ids.shape[1] :]
+                assert draft.value[b, 1:].tolist() == message.tolist()
             return draft
 
         def observe(self, state, draft, scores, verdict, outcome):

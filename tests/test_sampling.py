@@ -179,10 +179,10 @@ def test_nodes_scored_in_batches(name, least):
     request = Request(None, ids, 20, sampling=Sampling(temperature=0.0, processors=(node_processor,)))
     state = SimpleNamespace(request=request, rows=[0], ids=lambda b: ids)
     logits = torch.randn(1, 7, VOCAB)
-    found = process(logits, draft, state)
+    result = process(logits, draft, state)
     for node, path in enumerate(([], [1], [2], [1, 3], [1, 4], [2, 5], [1, 3, 6])):
         below = torch.cat([ids[0], draft.value[0, path]])
-        assert torch.equal(found[0, node], processor(below[None], logits[:, node])[0]), node
+        assert torch.equal(result[0, node], processor(below[None], logits[:, node])[0]), node
 
 
 def test_seeds():
@@ -209,11 +209,11 @@ def test_seeds():
 
 def test_global_seed():
     inputs = prompt("llava", shapes("llava")["one"])
-    found = []
+    result = []
     for drafter in (None, "ngram", Hostile()):
         torch.manual_seed(21)
-        found.append(new_tokens(fast("llava", drafter).generate(**inputs, do_sample=True, max_new_tokens=NEW), inputs))
-    assert found[0] == found[1] == found[2]
+        result.append(new_tokens(fast("llava", drafter).generate(**inputs, do_sample=True, max_new_tokens=NEW), inputs))
+    assert result[0] == result[1] == result[2]
 
 
 def test_copies_of_a_prompt_are_independent():
@@ -275,7 +275,7 @@ def test_bad_sampling(option):
 def test_argmax_and_topk_equal_torch():
     """Vocabularies large enough for two steps, with ties, -inf and NaN."""
     scores = torch.randn(3, 4, 2**14, generator=torch.Generator().manual_seed(0))
-    found, expected = topk(scores, 10), scores.topk(10)
-    assert torch.equal(found[0], expected.values) and torch.equal(found[1], expected.indices)
+    result, expected = topk(scores, 10), scores.topk(10)
+    assert torch.equal(result[0], expected.values) and torch.equal(result[1], expected.indices)
     scores[0, 0, [5, 9000]], scores[1], scores[2, 3, 7] = 99.0, float("-inf"), float("nan")
     assert torch.equal(argmax(scores), scores.argmax(dim=-1))

@@ -40,11 +40,11 @@ def test_a_whole_budget_is_bit_identical(model, sampling):
         made = target(model, budget)
         kept.append(images(plain(made, [1, 4, 0], sampling, scales=6)))
         reading = made.initial_state(plain(made, [1], sampling, scales=6).request.inputs, sampling, model)
-        said, codes = [reading.read()[0].logits[0]], torch.zeros(1, 1, 64, dtype=torch.long)
+        message, codes = [reading.read()[0].logits[0]], torch.zeros(1, 1, 64, dtype=torch.long)
         for _ in range(5):
-            said.append(reading.read(codes)[0].logits[0])
+            message.append(reading.read(codes)[0].logits[0])
             reading.keep([1])
-        distributions.append(said)
+        distributions.append(message)
     assert torch.equal(kept[0], kept[1]) and all(torch.equal(a, b) for a, b in zip(*distributions))
     assert target(model, uniform(WHOLE)).capabilities.guarantee == "exact"
 
@@ -76,17 +76,17 @@ def read_all(model, cache, rows=2, seed=0):
     g = torch.Generator().manual_seed(seed)
     reading = ConditionState(model, vae().quantize, torch.tensor([1, 4])[:rows], rows, cache)
     codes = torch.randint(16, (rows, 6, 64), generator=g)
-    said = [reading.read()[0].logits[0]]
+    message = [reading.read()[0].logits[0]]
     for n in range(5):
-        said.append(reading.read(codes[:, n : n + 1])[0].logits[0])
+        message.append(reading.read(codes[:, n : n + 1])[0].logits[0])
         reading.keep([1] * rows)
-    return said
+    return message
 
 
 @torch.no_grad()
 def test_a_row_that_stays_keeps_its_places(model):
     codes = torch.randint(16, (2, 6, 64), generator=torch.Generator().manual_seed(0))
-    found = []
+    result = []
     for classes in ([1, 4], [4]):
         cache = BudgetedCache(LONG, uniform(12))
         reading = ConditionState(model, vae().quantize, torch.tensor(classes), len(classes), cache)
@@ -96,8 +96,8 @@ def test_a_row_that_stays_keeps_its_places(model):
             reading.keep([1] * len(last))
             if n == 2 and len(classes) == 2:
                 reading.select([1])
-        found.append(last)
-    torch.testing.assert_close(*found)
+        result.append(last)
+    torch.testing.assert_close(*result)
 
 
 @torch.no_grad()
@@ -140,12 +140,12 @@ def test_attention_pooling():
     places = torch.arange(14)[None, None]
     scores = torch.zeros(1, 1, 14)
     scores[..., 4] = 1.0  # the last of the second scale
-    found = pool_scores(scores, places, LONG, 2)[0, 0]
-    assert found[0] == 0 and not found[5:].any(), "not over the borders"
-    torch.testing.assert_close(found[1:5], torch.full((4,), 0.25))
+    result = pool_scores(scores, places, LONG, 2)[0, 0]
+    assert result[0] == 0 and not result[5:].any(), "not over the borders"
+    torch.testing.assert_close(result[1:5], torch.full((4,), 0.25))
     kept = torch.tensor([[[0, 1, 4]]])  # of two neighbours that are left
-    found = pool_scores(torch.tensor([[[0.3, 0.0, 1.0]]]), kept, LONG, 1)[0, 0]
-    torch.testing.assert_close(found, torch.tensor([0.3, 0.5, 0.5]))
+    result = pool_scores(torch.tensor([[[0.3, 0.0, 1.0]]]), kept, LONG, 1)[0, 0]
+    torch.testing.assert_close(result, torch.tensor([0.3, 0.5, 0.5]))
 
 
 @torch.no_grad()
@@ -168,19 +168,19 @@ def test_selectivity_by_attention(model):
 
     original, scale_kv.AttentionMeter = scale_kv.AttentionMeter, Spy
     try:
-        found = selectivity(model, vae().quantize, classes, torch.Generator().manual_seed(0))
+        result = selectivity(model, vae().quantize, classes, torch.Generator().manual_seed(0))
     finally:
         scale_kv.AttentionMeter = original
-    torch.testing.assert_close(found[1, 3], seen[0])
+    torch.testing.assert_close(result[1, 3], seen[0])
     again = selectivity(model, vae().quantize, classes, torch.Generator().manual_seed(0))
-    assert torch.equal(found, again)
+    assert torch.equal(result, again)
 
 
 def test_budget_allotment():
     torch.manual_seed(0)
-    said = torch.rand(5, len(LONG))
-    said[3, 3], said[1, 4] = -5.0, -5.0  # the drafters
-    budget = CacheBudget.allot(said, LONG, share=0.3, window=4, drafters=0.2, decay=0.5)
+    message = torch.rand(5, len(LONG))
+    message[3, 3], message[1, 4] = -5.0, -5.0  # the drafters
+    budget = CacheBudget.allot(message, LONG, share=0.3, window=4, drafters=0.2, decay=0.5)
     budget.check(LONG, 5)
     average = round(0.3 * 66)
     assert [row[:3] for row in budget.tokens] == [(1, 5, 14)] * 5, "what fits is whole"
@@ -188,7 +188,7 @@ def test_budget_allotment():
         column = [row[k] for row in budget.tokens]
         assert sum(column) <= 5 * average and column[drafter] == max(column) > average > min(column) >= 4
     assert min(row[4] for row in budget.tokens) < min(row[3] for row in budget.tokens), "refiners have less and less"
-    assert CacheBudget.allot(said, LONG, share=1.0).whole(LONG)
+    assert CacheBudget.allot(message, LONG, share=1.0).whole(LONG)
 
 
 def allot(share):

@@ -75,9 +75,9 @@ def test_a_painter_is_a_refiner(pipe):
     small = fresh(1, depth=1)
     alone = ImagePipeline(small, None)
     for handover, same in ((4, pipe), (0, alone)):
-        found = pipe.with_parts({"refiner": small, "handover": handover})(PROMPTS, seed=[1, 2], output_type="latent")
-        assert found.stats[0].guarantee == "exact for the declared target"
-        for own, theirs in zip(found.tokens, same(PROMPTS, seed=[1, 2], output_type="latent").tokens):
+        result = pipe.with_parts({"refiner": small, "handover": handover})(PROMPTS, seed=[1, 2], output_type="latent")
+        assert result.stats[0].guarantee == "exact for the declared target"
+        for own, theirs in zip(result.tokens, same(PROMPTS, seed=[1, 2], output_type="latent").tokens):
             assert torch.equal(own, theirs)
     mixed = pipe.with_parts({"refiner": small, "handover": 2})(PROMPTS, seed=[1, 2], output_type="latent")
     declared = "scales 1..2 by the model, the others of 4 by the refiner, each given all before"
@@ -106,10 +106,10 @@ def test_wrong_parts_refused(pipe, parts, said):
 
 def test_share_is_budget(pipe):
     net, quantize = pipe.model.var, pipe.model.autoencoder.quantize
-    said = selectivity(net, quantize, torch.arange(4), torch.Generator().manual_seed(0))
+    message = selectivity(net, quantize, torch.arange(4), torch.Generator().manual_seed(0))
     for share, window in ((0.3, 4), (0.1, 1)):
-        wanted = CacheBudget.allot(said, net.config.scales, share, window)
-        assert calibrate_budget(pipe.model, share) == wanted == VARImages(pipe.model, budget=share).budget
+        expected = CacheBudget.allot(message, net.config.scales, share, window)
+        assert calibrate_budget(pipe.model, share) == expected == VARImages(pipe.model, budget=share).budget
     whole = pipe.with_parts({"budget": 1})
     out, plain = (p(PROMPTS, seed=[1, 2], output_type="latent") for p in (whole, pipe))
     assert whole.family.budget.whole(net.config.scales) and out.stats[0].guarantee == "exact"

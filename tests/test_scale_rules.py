@@ -249,11 +249,11 @@ def test_an_absent_scale_is_not_judged(point):
     """Coins that keep any code: what stands at a node that is not real changes nothing, and is never accepted."""
     numbers = torch.full((1, 3, WIDE, 3), 0.5, dtype=torch.float64)
     numbers[..., 0] = 0.0
-    real, found = torch.tensor([[True, False, True]]), []
+    real, result = torch.tensor([[True, False, True]]), []
     for a in every(0):
         draft = replace(draft_of(a, (1, 2), 1, point), real=real)
         scores = type("S", (), {"distribution": after((0,), (1, 2), 1)})
         verdict = rules.Repaired()(draft, scores, Given(numbers))
         assert verdict.length.tolist() == [1]
-        found.append(verdict.next)
-    assert all(torch.equal(found[0], other) for other in found)
+        result.append(verdict.next)
+    assert all(torch.equal(result[0], other) for other in result)

@@ -102,11 +102,11 @@ def by_formula(model, codes, label):
     level = torch.arange(len(scales)).repeat_interleave(torch.tensor(scales.sizes))
     tensors["lvl_1L"] = level[None]
     tensors["attn_bias_for_masking"] = torch.where(level[:, None] >= level, 0.0, -math.inf)[None, None]
-    quantizer, features, found = vae(model.config.codes).quantize, 0, []
+    quantizer, features, result = vae(model.config.codes).quantize, 0, []
     for k, own in enumerate(codes[None].split(scales.sizes, dim=1)[:-1]):
         features = features + quantizer.part(k, scales, own)
-        found.append(quantizer.shrink(features, k + 1, scales))
-    return Published(tensors, model.config.heads).logits(torch.cat(found, dim=1)[0], label)
+        result.append(quantizer.shrink(features, k + 1, scales))
+    return Published(tensors, model.config.heads).logits(torch.cat(result, dim=1)[0], label)
 
 
 def cut(logits, temperature, top_k, top_p):
@@ -136,13 +136,13 @@ def test_law_of_nodes(model, guidance, ramp):
     state.cache.keep(gained)
     state.output.tokens = [list(range(count + 1)) for count in gained]
     value = torch.stack([maps[b, [min(count + n, 3) for n in range(2)]] for b, count in enumerate(gained)])
-    found = target.verify(state, Draft(value, trees.chain(1, "cpu"))).distribution
+    result = target.verify(state, Draft(value, trees.chain(1, "cpu"))).distribution
     for b, label in enumerate(classes):
-        said = [by_formula(model, codes[b], label), by_formula(model, codes[b], CLASSES)]
+        message = [by_formula(model, codes[b], label), by_formula(model, codes[b], CLASSES)]
         for distribution, node, scale in (
             (first.distribution, 0, 0),
-            (found, 0, gained[b] + 1),
-            (found, 1, gained[b] + 2),
+            (result, 0, gained[b] + 1),
+            (result, 1, gained[b] + 2),
         ):
             if scale == len(SCALES):
                 assert int(distribution.count[b, node]) == 0
@@ -150,9 +150,9 @@ def test_law_of_nodes(model, guidance, ramp):
             begin, end = SCALES.begins[scale], SCALES.begins[scale + 1]
             assert int(distribution.count[b, node]) == end - begin
             grown = guidance if ramp == "constant" else 1 + (guidance - 1) * scale / 3
-            mixed = said[1] + grown * (said[0] - said[1])
-            wanted = torch.stack([cut(row, 1.3, 9, 0.9) for row in mixed[begin:end]])
-            torch.testing.assert_close(distribution.p[b, node, : end - begin], wanted, rtol=1e-3, atol=1e-4)
+            mixed = message[1] + grown * (message[0] - message[1])
+            expected = torch.stack([cut(row, 1.3, 9, 0.9) for row in mixed[begin:end]])
+            torch.testing.assert_close(distribution.p[b, node, : end - begin], expected, rtol=1e-3, atol=1e-4)
 
 
 # --- drafted scales ---------------------------------------------------------------------------------------------------
@@ -161,12 +161,12 @@ def test_law_of_nodes(model, guidance, ramp):
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(1.0), Sampling(0.8, top_k=6, guidance=2.0)])
 def test_drafted_equals_plain(model, sampling):
     target, classes = ScaleTarget(VARImages(model, codec=vae())), [1, 4, 0, 2, 3, 1, 0, 4]
-    wanted = images(plain(target, classes, sampling))
+    expected = images(plain(target, classes, sampling))
     itself = drafted(target, model, classes, sampling)
     near = drafted(target, moved(model, 0.003), classes, sampling)
     far = drafted(target, network(7), classes, sampling)
     for state in (itself, near, far):
-        assert torch.equal(images(state), wanted) and state.trace.faults == 0
+        assert torch.equal(images(state), expected) and state.trace.faults == 0
     assert [r.committed for r in itself.trace.rounds] == [[3] * 8], "the draft of the last scale is its own bonus"
     gained = [count for r in near.trace.rounds for count in r.committed]
     assert min(gained) < max(gained) == 3, "rows are at different scales"
@@ -198,9 +198,9 @@ def joint(first, second, scales, codes, handover, label=1):
 
 
 def counted(state, codes):
-    found = images(state)
-    place = sum(found[:, i] * codes ** (found.shape[1] - 1 - i) for i in range(found.shape[1]))
-    return torch.bincount(place, minlength=codes ** found.shape[1]).double()
+    result = images(state)
+    place = sum(result[:, i] * codes ** (result.shape[1] - 1 - i) for i in range(result.shape[1]))
+    return torch.bincount(place, minlength=codes ** result.shape[1]).double()
 
 
 @torch.no_grad()
@@ -245,14 +245,14 @@ def test_refiner_against_full_pass(model, guidance):
             return super().__call__(draft, scores, noise)
 
     state = plain(target, [1, 4], sampling, Watching())
-    family, found = target.family, images(state)
+    family, result = target.family, images(state)
     for k, distribution in enumerate(kept):
         net = model if k < last else small
         for b, label in enumerate((1, 4)):
-            said = [by_formula(net, found[b], c) for c in (label, CLASSES)]
-            own = [part[SCALES.begins[k] : SCALES.begins[k + 1]] for part in said]
-            wanted = own[1] + family.guidance(guidance, k) * (own[0] - own[1])
-            torch.testing.assert_close(distribution.logits[b, 0], wanted, rtol=1e-4, atol=1e-4)
+            message = [by_formula(net, result[b], c) for c in (label, CLASSES)]
+            own = [part[SCALES.begins[k] : SCALES.begins[k + 1]] for part in message]
+            expected = own[1] + family.guidance(guidance, k) * (own[0] - own[1])
+            torch.testing.assert_close(distribution.logits[b, 0], expected, rtol=1e-4, atol=1e-4)
     assert state.cache.net is small and all(store is not None for store in state.cache.cache.stores)
 
 
@@ -319,10 +319,10 @@ def test_var_in_the_pipeline(model):
     assert not torch.equal(against, alone.images[0])
     assert torch.equal(pipe("3", seed=2, output_type="latent", negative_prompt="").images[0], alone.images[0])
     drafting = ImagePipeline(model, None, SmallVAR(moved(model, 0.003)), parts={"codec": vae()}, levels=3)
-    found = drafting(["1", "3"], seed=[1, 2], output_type="np")
-    np.testing.assert_allclose(found.images, out.images, atol=1e-5)
-    assert found.stats[0].rounds < out.stats[0].rounds and found.traces[0].faults == 0
-    assert max(m.max() for m in found.maps) > 0, "some scales are drafted"
+    result = drafting(["1", "3"], seed=[1, 2], output_type="np")
+    np.testing.assert_allclose(result.images, out.images, atol=1e-5)
+    assert result.stats[0].rounds < out.stats[0].rounds and result.traces[0].faults == 0
+    assert max(m.max() for m in result.maps) > 0, "some scales are drafted"
 
 
 def test_callback_and_abort(model):

@@ -51,8 +51,8 @@ def test_all_layers_equal_target(family):
             for b, length in enumerate(lengths):
                 assert torch.equal(old[b, :, :length], new[b, :, :length])
         scores = target.verify(state, trees.chain_draft(state.pending, torch.stack(drafted, dim=1)))
-        found, wanted = scores.distribution.logits[:, :4], torch.stack(distributions, dim=1)
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        result, expected = scores.distribution.logits[:, :4], torch.stack(distributions, dim=1)
+        torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_skipped_layer():
@@ -104,7 +104,7 @@ def test_layer_choice():
 
 
 def test_bad_options():
-    for name, said in (
+    for name, message in (
         ("recycling:nodes=0", "nodes must be at least 1"),
         ("context:levels=0", "levels must be at least 1"),
         ("context:sources=prompt", "sources: unknown 'prompt'"),
@@ -112,7 +112,7 @@ def test_bad_options():
         ("layers:every=1", "exit: got 0 with every 1"),
         ("layers:every=2,exit=1", "every: got 2 with exit 1"),
     ):
-        with raises_line(said):
+        with raises_line(message):
             visspec.accelerate(model_of("llama"), name)
     for option, most in (("width", 32), ("nodes", 1023)):
         with pytest.raises(ValueError, match=rf"^{option}: got 100000, expected a whole number from 1 to {most}\.$"):

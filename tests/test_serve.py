@@ -105,8 +105,8 @@ class Running:
 @pytest.fixture(scope="module")
 def running(captioner, pipe):
     options = {"length": "fixed", "max_body": 200_000, "text": {"max_pixels": 1_000_000}}
-    with Running(captioner, pipe=pipe, **options) as found:  # fixed: a busy machine's clock must not choose no drafts
-        yield found
+    with Running(captioner, pipe=pipe, **options) as result:  # fixed: a busy machine's clock must not choose no drafts
+        yield result
 
 
 def ask(client, messages, **options):
@@ -137,12 +137,12 @@ def test_answers_are_those_of_generate(running, pictures):
     client = running.client()
     assert [m.id for m in client.models.list()] == ["captioner", "painter"]
     for image in pictures[:2]:
-        found, expected = ask(client, asked(TEXT, url(image))), running.alone(image)
-        assert found.choices[0].message.content == expected and found.choices[0].finish_reason == "length"
-        assert found.usage.completion_tokens == SHORT and found.usage.total_tokens > SHORT + 36
+        result, expected = ask(client, asked(TEXT, url(image))), running.alone(image)
+        assert result.choices[0].message.content == expected and result.choices[0].finish_reason == "length"
+        assert result.usage.completion_tokens == SHORT and result.usage.total_tokens > SHORT + 36
         told, chunks = streamed(client, asked(TEXT, url(image)), stream_options={"include_usage": True})
         assert told == expected and chunks[-2].choices[0].finish_reason == "length" and len(chunks) > 4
-        assert chunks[-1].usage == found.usage and chunks[0].choices[0].delta.role == "assistant"
+        assert chunks[-1].usage == result.usage and chunks[0].choices[0].delta.role == "assistant"
     details = ask(client, asked(TEXT, url(pictures[0])), max_tokens=60).usage.completion_tokens_details
     assert 0 < details.accepted_prediction_tokens < 60 and details.rejected_prediction_tokens >= 0
 
@@ -154,11 +154,11 @@ def test_each_request_has_its_own_settings(running, pictures):
     assert drawn == running.alone(image, do_sample=True, temperature=1.5, seed=3, top_p=0.9, top_k=0)
     full = running.alone(image, max_new_tokens=40)
     stop = " ".join(full.split()[5:7]).rstrip(" .")
-    for found in (
+    for result in (
         ask(client, messages, stop=stop, max_completion_tokens=40, max_tokens=None).choices[0].message.content,
         streamed(client, messages, stop=["never said", stop], max_tokens=40)[0],
     ):
-        assert found == full[: full.index(stop)].rstrip()
+        assert result == full[: full.index(stop)].rstrip()
     for most in (40, 7):  # at 7 the last token completes the stop text
         ended = ask(client, messages, stop=stop, max_tokens=most)
         assert ended.choices[0].finish_reason == "stop" and ended.usage.completion_tokens == 7
@@ -191,13 +191,13 @@ def test_choices_have_seeds(running, pictures):
     want = [running.alone(image, seed=7 + i, **own) for i in range(5)]
     other = lambda i: ask(client, asked("what ?", url(image)), seed=i, temperature=2, n=3)  # noqa: E731
     others = [in_thread(partial(other, i)) for i in range(3)]
-    found = ask(client, asked(TEXT, url(image)), **fields)
-    assert [choice.message.content for choice in found.choices] == want and len(set(want)) == 5
+    result = ask(client, asked(TEXT, url(image)), **fields)
+    assert [choice.message.content for choice in result.choices] == want and len(set(want)) == 5
     _, chunks = streamed(client, asked(TEXT, url(image)), stream_options={"include_usage": True}, **fields)
     choices = [c.choices[0] for c in chunks if c.choices]
     assert ["".join(c.delta.content or "" for c in choices if c.index == i) for i in range(5)] == want
     assert sum(c.finish_reason is not None for c in choices) == 5
-    assert chunks[-1].usage.total_tokens == found.usage.total_tokens
+    assert chunks[-1].usage.total_tokens == result.usage.total_tokens
     assert all(len(call().choices) == 3 for call in others)
     assert len(ask(client, asked("what ?"), n=16, max_tokens=1).choices) == 16  # more than slots
 
@@ -217,7 +217,7 @@ def test_a_text_in_pieces_is_the_text(data):
     full = texts[-1] if texts else ""
     ends = st.tuples(st.integers(0, len(full)), st.integers(1, 5)).map(lambda at: full[at[0] : sum(at)])
     stops = data.draw(st.lists((ends | st.text("abé ", max_size=4)).filter(bool), max_size=3))
-    writer, said, left = StopTextFilter(decode, stops), "", list(tokens)
+    writer, message, left = StopTextFilter(decode, stops), "", list(tokens)
     last = next((n for n, text in enumerate(texts, 1) if any(s in text for s in stops)), None)
     expected = full.rstrip()
     if last is not None:
@@ -225,18 +225,18 @@ def test_a_text_in_pieces_is_the_text(data):
         expected = cut[: min(cut.find(s) for s in stops if s in cut)].rstrip()
     while left and not writer.stopped:
         count = data.draw(st.integers(1, 4))
-        said, left = said + writer.add(left[:count]), left[count:]
-        assert expected.startswith(said)
-    said += writer.finish()
-    assert said == writer.text == expected and writer.stopped == (last is not None)
+        message, left = message + writer.add(left[:count]), left[count:]
+        assert expected.startswith(message)
+    message += writer.finish()
+    assert message == writer.text == expected and writer.stopped == (last is not None)
     assert writer.tokens == tokens[:last]
 
 
 def test_images(running, pipe):
     create = running.client().images.generate
-    found = create(model="painter", prompt="a red ring", n=2, extra_body={"seed": 5})
+    result = create(model="painter", prompt="a red ring", n=2, extra_body={"seed": 5})
     expected = pipe("a red ring", num_images_per_prompt=2, seed=5).images
-    for one, other in zip(found.data, expected, strict=True):
+    for one, other in zip(result.data, expected, strict=True):
         assert Image.open(io.BytesIO(base64.b64decode(one.b64_json))).tobytes() == other.tobytes()
     long = ("prompt", "ring " * 500)
     for name, value in (("size", "3x"), ("size", "24x8"), ("response_format", "url"), ("style", "vivid"), long):
@@ -254,12 +254,12 @@ def schema_format(schema) -> dict:
 
 def test_answers_of_a_schema(captioner, monkeypatch):
     pytest.importorskip("xgrammar")
-    with Running((json_model(), json_processor())) as found:
-        found.text.context = 10_000
+    with Running((json_model(), json_processor())) as result:
+        result.text.context = 10_000
 
         def answer(schema=None, **options):
             options |= {} if schema is None else {"response_format": schema_format(schema)}
-            return ask(found.client(), asked("x"), **{"max_tokens": None} | options).choices[0]
+            return ask(result.client(), asked("x"), **{"max_tokens": None} | options).choices[0]
 
         jsonschema.validate(json.loads(answer(SCHEMA).message.content), SCHEMA)
         cut = answer(response_format={"type": "json_object"}, max_tokens=3)
@@ -270,7 +270,7 @@ def test_answers_of_a_schema(captioner, monkeypatch):
             answer({"type": "nonsense"})
         monkeypatch.setattr(JsonGrammars, "explain", lambda self, text, schema: "'a' is missing")
         told = {"stream": True, "max_tokens": None, "response_format": schema_format(SCHEMA)}
-        for call in (lambda: answer(SCHEMA), lambda: list(ask(found.client(), asked("x"), **told))):
+        for call in (lambda: answer(SCHEMA), lambda: list(ask(result.client(), asked("x"), **told))):
             with pytest.raises(openai.APIError, match=r"the answer does not fit the schema \('a' is missing\)"):
                 call()
         assert answer(SCHEMA, max_tokens=3).finish_reason == "length"  # nobody expects a whole object
@@ -316,8 +316,8 @@ def test_what_a_body_may_not_have(body, name):
     with pytest.raises(ValidationError) as caught:
         ChatBody.model_validate({"model": "m", "messages": [USER]} | body)
     error = caught.value.errors()[0]
-    found = refusal(error | {"loc": ("body", *error["loc"])})  # as FastAPI has it
-    assert found.param == name and str(found).startswith(f"{name}: ") and found.status == 400
+    result = refusal(error | {"loc": ("body", *error["loc"])})  # as FastAPI has it
+    assert result.param == name and str(result).startswith(f"{name}: ") and result.status == 400
 
 
 MESSAGES = [  # and what is found when they are read
@@ -467,10 +467,10 @@ def test_many_clients_at_once(clients, requests, captioner, pictures):
     def work(i: int) -> None:
         client, (messages, most, expected) = running.client(max_retries=20), kinds[i % len(kinds)]
         if i % 2:
-            found = streamed(client, messages, max_tokens=most)[0]
+            result = streamed(client, messages, max_tokens=most)[0]
         else:
-            found = ask(client, messages, max_tokens=most).choices[0].message.content
-        (done if found == expected else wrong).append(i)
+            result = ask(client, messages, max_tokens=most).choices[0].message.content
+        (done if result == expected else wrong).append(i)
 
     with Running(captioner, text={"slots": clients // 2}, places=clients - 1, drafter="vispec") as running:
         for i, picture in enumerate(pictures[: clients // 3]):
@@ -491,15 +491,15 @@ def test_many_clients_at_once(clients, requests, captioner, pictures):
 @pytest.mark.slow
 def test_sigterm_exit_code(captioner, pictures, tmp_path):
     """`visspec serve` in a process of its own."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    with socket.socket() as result:
+        result.bind(("127.0.0.1", 0))
+        port = result.getsockname()[1]
     argv = ["serve", "--port", str(port), "--slots", "2", "--drafter", "none"]
-    said, process = tmp_path / "said", children.command(argv, tmp_path / "said")
+    message, process = tmp_path / "said", children.command(argv, tmp_path / "said")
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
 
     def answers():
-        assert process.is_alive(), said.read_text()
+        assert process.is_alive(), message.read_text()
         with suppress(openai.APIConnectionError):
             return client.models.list().data
 
@@ -511,7 +511,7 @@ def test_sigterm_exit_code(captioner, pictures, tmp_path):
         *_, last = first
         assert last.choices[0].finish_reason == "length"
         process.join(20)
-        assert process.exitcode == 0 and not re.search("Traceback|Error", said.read_text())
+        assert process.exitcode == 0 and not re.search("Traceback|Error", message.read_text())
     finally:
         process.kill()
         process.join()

@@ -178,10 +178,10 @@ def test_shapes_saved(tmp_path):
     model = llama(seed=5)
     head = make("llama", 0)
     EagleDrafter(head.head, model).save_pretrained(tmp_path / "head", {})
-    for options, found in (("tree=eagle", feature_tree.EAGLE), ("tree=3-2", ((0,), (1,), (2,), (0, 0), (0, 1)))):
+    for options, result in (("tree=eagle", feature_tree.EAGLE), ("tree=3-2", ((0,), (1,), (2,), (0, 0), (0, 1)))):
         visspec.accelerate(model, f"{tmp_path / 'head'}:{options}").save_pretrained(tmp_path / options)
         again = visspec.Accelerated.from_pretrained(tmp_path / options).drafter
-        assert set(again.paths) == set(found)
+        assert set(again.paths) == set(result)
     with pytest.raises(ValueError, match="but its weights have"):
         made = EagleDrafter(head.head, model).shaped(tree="eagle")
         visspec.accelerate(model, made).save_pretrained(tmp_path / "y")

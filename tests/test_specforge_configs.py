@@ -184,5 +184,5 @@ def test_stand_in_targets_refused(name):
 
 
 def test_all_of_them_are_judged():
-    found = Counter(data["architectures"][0] for data in CONFIGS.values())
-    assert found == READ | {"PEagleDraftModel": 1} and sum(READ.values()) == 44
+    result = Counter(data["architectures"][0] for data in CONFIGS.values())
+    assert result == READ | {"PEagleDraftModel": 1} and sum(READ.values()) == 44

@@ -33,8 +33,8 @@ def run(seconds, count=4, first=0.0, stages=None, rounds=(), tokens=None):
     ([run(2.0 * s) for s in (1, 10, 100)], [run(float(s)) for s in (1, 10, 100)], {}, {"speedup_ci95": [2.0, 2.0]}),
 ])  # fmt: skip
 def test_compare_by_hand(slow, fast, options, expected):
-    found = speed.compare(slow, fast, **options)
-    assert {name: found[name] for name in expected} == {name: pytest.approx(value) for name, value in expected.items()}
+    result = speed.compare(slow, fast, **options)
+    assert {name: result[name] for name in expected} == {name: pytest.approx(value) for name, value in expected.items()}
 
 
 @pytest.mark.parametrize(("rounds", "expected"), [
@@ -44,21 +44,21 @@ def test_compare_by_hand(slow, fast, options, expected):
     ([[(4, [2, 4]), (4, [3])]], {"tau": 3.0, "nfe": 3}),
 ])  # fmt: skip
 def test_tau_by_hand(rounds, expected):
-    found = speed.tau([run(1, rounds=each) for each in rounds])
-    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    result = speed.tau([run(1, rounds=each) for each in rounds])
+    assert {name: result[name] for name in expected} == pytest.approx(expected)
 
 
 def test_ideal_by_hand():
     """A plain pass takes 10 ms. A round of ours: 12 ms verification, 2 ms draft, 1 ms host, for 3 tokens."""
     plain = [run(0.04, stages={"prefill": 9.0, "verify": 0.04}, rounds=[(0, [1])] * 4)]
     ours = {"prefill": 9.0, "verify": 0.024, "draft": 0.003, "observe": 0.001, "accept": 0.0015, "commit": 0.0005}
-    found = speed.ideal(plain, [run(0.03, stages=ours, rounds=[(4, [4]), (4, [2])])])
-    assert found["verify_over_plain"] == pytest.approx(1.2)
-    assert found["draft_over_plain"] == pytest.approx(0.2)
-    assert found["host_over_plain"] == pytest.approx(0.1)
-    assert found["ideal_speedup"] == pytest.approx(3 / 1.5)
+    result = speed.ideal(plain, [run(0.03, stages=ours, rounds=[(4, [4]), (4, [2])])])
+    assert result["verify_over_plain"] == pytest.approx(1.2)
+    assert result["draft_over_plain"] == pytest.approx(0.2)
+    assert result["host_over_plain"] == pytest.approx(0.1)
+    assert result["ideal_speedup"] == pytest.approx(3 / 1.5)
     gap = {"tau": 3.0, "after_verify": 3 / 1.2, "after_draft": 3 / 1.4, "after_host": 3 / 1.5}
-    assert found["gap"] == pytest.approx(gap)
+    assert result["gap"] == pytest.approx(gap)
 
 
 def test_bootstrap_interval():
@@ -98,14 +98,14 @@ def test_interleaved_order():
     assert all(sorted(order) == list("abc") for order in orders)
     for place in range(3):  # over a full cycle every arm stands at every place equally often
         assert sorted(order[place] for order in orders) == sorted("abc" * 4)
-    assert failures == [] and all([r.tokens for r in found] == [[[p]] for p in range(12)] for found in runs.values())
+    assert failures == [] and all([r.tokens for r in result] == [[[p]] for p in range(12)] for result in runs.values())
 
 
 def test_failing_prompts():
     """And listed, if they are not those of the warm-up."""
     runs, failures = speed.interleave(arms_of([], failing={("b", 1), ("a", 3)}), [0, 1, 2], [3])
     assert failures == ["prompt 1: RuntimeError: no 1"]
-    assert all([r.tokens for r in found] == [[[0]], [[2]]] for found in runs.values())
+    assert all([r.tokens for r in result] == [[[0]], [[2]]] for result in runs.values())
 
 
 def test_fastest_stock_arm():
@@ -130,6 +130,6 @@ def test_acceptance_by_depth_counts():
     first = [Round(3, [2], [True])]
     second = [Round(3, [4], [False]), Round(3, [1], [True]), Round(0, [1], [False])]
     runs = [run(1, rounds=rounds) for rounds in (first, second)]
-    found = speed.acceptance(runs)
-    assert found["reached_by_depth"] == [3, 2, 1]
-    assert found["acceptance_by_depth"] == pytest.approx([2 / 3, 1 / 2, 1.0])
+    result = speed.acceptance(runs)
+    assert result["reached_by_depth"] == [3, 2, 1]
+    assert result["acceptance_by_depth"] == pytest.approx([2 / 3, 1 / 2, 1.0])

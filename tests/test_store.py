@@ -41,14 +41,14 @@ def test_what_is_read_is_what_was_recorded(tmp_path, name, states, asked):
     store = Store(tmp_path / "store", {"seed": 0}, law, CPU)
     assert store.answers(7, lambda: recorded) is recorded
     for _ in range(2):
-        found = store.answers(7, None)  # nothing is recorded again
-        for f in fields(found):
-            a, b = getattr(found, f.name), getattr(recorded, f.name)
+        result = store.answers(7, None)  # nothing is recorded again
+        for f in fields(result):
+            a, b = getattr(result, f.name), getattr(recorded, f.name)
             if isinstance(b, torch.Tensor):
                 assert a.dtype == b.dtype and torch.equal(a, b), f.name
             else:
                 assert f.name == "law" or a == b, f.name
-        assert (found.law is identity) == (not states) and torch.equal(found.logits, recorded.logits)
+        assert (result.law is identity) == (not states) and torch.equal(result.logits, recorded.logits)
     assert len(asked_for) == states
     assert {path.name for path in store.folder.iterdir()} == {"store.json", "answers-00000007.safetensors"}
 
@@ -68,10 +68,10 @@ def weights(folder):
 def test_store_serves_later_runs(home, monkeypatch, capsys):
     run_of(home, "plain")
     run_of(home, "first", store=home / "store")
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     files = sorted((home / "store").glob("answers-*"))
     size = files[0].stat().st_size
-    assert len(files) == 4 and f"keeps {size / 2e6:.2f} MB per answer, {size * 4 / 1e9:.2f} GB for 8 answers" in said
+    assert len(files) == 4 and f"keeps {size / 2e6:.2f} MB per answer, {size * 4 / 1e9:.2f} GB for 8 answers" in message
     monkeypatch.setattr("visspec.train.loop.capture", None)  # the target is not asked again
     run_of(home, "second", store=home / "store")
     run_of(home, "other", store=home / "store", rate=2e-3)

@@ -25,12 +25,12 @@ LIMITS = (5, 1, 9, 3, 7, 2)
 def prompts(name, shape="ragged", count=2, **common):
     """Prompts of different length and images, with a limit and a seed each."""
     rows = shapes(name)[shape]
-    found = []
+    result = []
     for seed in range(count):
         inputs = prompt(name, rows, seed)
-        found += [single_row(name, rows, inputs, b) for b in range(len(rows))]
-    limits = (LIMITS * len(found))[: len(found)]
-    return [p | {"max_new_tokens": n, "seed": 100 + i} | common for i, (p, n) in enumerate(zip(found, limits))]
+        result += [single_row(name, rows, inputs, b) for b in range(len(rows))]
+    limits = (LIMITS * len(result))[: len(result)]
+    return [p | {"max_new_tokens": n, "seed": 100 + i} | common for i, (p, n) in enumerate(zip(result, limits))]
 
 
 def alone(quick, entries, **options):
@@ -282,8 +282,8 @@ def test_streamers_get_their_own_row():
     for same in ("one", ["unhashable"]):  # ids of the caller may be equal, or anything
         streamers = [Kept() for _ in entries]
         given = [e | {"streamer": s, "id": same} for e, s in zip(entries, streamers)]
-        found = list(quick.stream(given, slots=3))
-        assert [a.id for a in found] == [same] * len(entries) and not any(a.error for a in found)
+        result = list(quick.stream(given, slots=3))
+        assert [a.id for a in result] == [same] * len(entries) and not any(a.error for a in result)
         assert all(s.ended and len(s.values) > 1 for s in streamers)
 
 
@@ -320,9 +320,9 @@ def test_levels_of_rows(monkeypatch):
         return verify(state, draft)
 
     monkeypatch.setattr(quick.target, "verify", counting)
-    found = {a.id: sum(r.levels for r in a.rounds) for a in quick.stream(entries, slots=4)}
-    assert found == {i: counted[tuple(e["input_ids"][0].tolist())] for i, e in enumerate(entries)}
-    assert len({*found.values()}) > 1
+    result = {a.id: sum(r.levels for r in a.rounds) for a in quick.stream(entries, slots=4)}
+    assert result == {i: counted[tuple(e["input_ids"][0].tolist())] for i, e in enumerate(entries)}
+    assert len({*result.values()}) > 1
 
 
 def test_options_read_once(monkeypatch):
@@ -408,6 +408,6 @@ def test_pictures_that_move_no_logits(monkeypatch):
     joins = probe.joins
     monkeypatch.setattr(probe, "reflect", lambda values: values)
     monkeypatch.setattr(probe, "joins", lambda *given: asked.append(joins(*given)) or asked[-1])
-    found = together(quick, [entries[1], entries[3]] * 5, slots=2, prefix_cache=0)
-    assert [tokens for tokens, _ in found] == [expected[1], expected[3]] * 5
+    result = together(quick, [entries[1], entries[3]] * 5, slots=2, prefix_cache=0)
+    assert [tokens for tokens, _ in result] == [expected[1], expected[3]] * 5
     assert asked == [None] * 3 and set(quick.target.joins.values()) == {False}

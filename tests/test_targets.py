@@ -49,9 +49,9 @@ SIZES = {"vocab_size": 96, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_capabilities(name):
-    found = describe(model_of(name))
-    assert (found.vocab, found.trees) == (96, True)
-    assert (IMAGE in found.never_drafted) == (name in VISUAL) and (VIDEO in found.never_drafted) == (name in VIDEOS)
+    result = describe(model_of(name))
+    assert (result.vocab, result.trees) == (96, True)
+    assert (IMAGE in result.never_drafted) == (name in VISUAL) and (VIDEO in result.never_drafted) == (name in VIDEOS)
 
 
 def test_prompt_ending_in_picture():
@@ -133,9 +133,9 @@ def test_mask_alignment(dtype):
     buffer = torch.randn(1, 1, 5, 32).to(dtype)
     for first in range(1, 16):
         view = buffer[..., first:]
-        found = align_mask(view)
-        assert torch.equal(found, view)
-        assert found.data_ptr() % 16 == 0 and found.stride(2) % 8 == 0
+        result = align_mask(view)
+        assert torch.equal(result, view)
+        assert result.data_ptr() % 16 == 0 and result.stride(2) % 8 == 0
 
 
 def test_windows_count_along_the_path():

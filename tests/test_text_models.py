@@ -146,8 +146,8 @@ def test_duplicate_prompts_are_left_out(folder, tmp_path, monkeypatch, capsys):
     path = self_prompts.write(model, tokenizer, DrafterTraining(target="x", data="self", out=tmp_path), 3)
     prompts = [(row["id"], row["prompt"]) for row in map(json.loads, path.read_text().splitlines())]
     assert prompts == [("0", "Say it"), ("3", "Say that"), ("5", "Say what")]
-    said = capsys.readouterr().err
-    assert "25.0% duplicates among 6 samples: {'new': 3, 'duplicate': 1, 'empty': 1, 'cut': 1}" in said
+    message = capsys.readouterr().err
+    assert "25.0% duplicates among 6 samples: {'new': 3, 'duplicate': 1, 'empty': 1, 'cut': 1}" in message
 
 
 def test_pictures_of_own_prompts_alone(folder, tmp_path, capsys):
@@ -194,10 +194,10 @@ def test_auto_is_the_same_everywhere(folder, tmp_path, capsys, short_bench):
     assert default_drafter(model)[0] == f"{home / 'drafter'}:copies=true"
     hook = visspec.speculative()
     model.generate(torch.arange(5, 25)[None], max_new_tokens=3, custom_generate=hook)
-    found = [visspec.accelerate(model), Accelerated.from_pretrained(home), hook.fast]
-    found.append(arguments.load(caption.Options(model=str(home), image=[]))[0])
-    found.append(arguments.load(serve.Options(model=str(home)))[0])
-    assert [type(fast.drafter).__name__ for fast in found] == ["MergedDrafter"] * len(found)
+    result = [visspec.accelerate(model), Accelerated.from_pretrained(home), hook.fast]
+    result.append(arguments.load(caption.Options(model=str(home), image=[]))[0])
+    result.append(arguments.load(serve.Options(model=str(home)))[0])
+    assert [type(fast.drafter).__name__ for fast in result] == ["MergedDrafter"] * len(result)
     short = ["--max-new-tokens", "2", "--count", "1", "--json", str(tmp_path / "b")]
     assert main(["bench", "text", "--model", str(home), *short]) == 0
     record = json.loads((tmp_path / "b").read_text())
@@ -208,15 +208,15 @@ def test_auto_is_the_same_everywhere(folder, tmp_path, capsys, short_bench):
 def test_bench_text(folder, tmp_path, short_bench):
     argv = ["bench", "text", "--model", folder, "--prompts", folder / "prompts.txt", "--max-new-tokens", 8]
     assert main([*map(str, argv), "--json", str(tmp_path / "b.json")]) == 0
-    found = json.loads((tmp_path / "b.json").read_text())
-    assert found["n_prompts"] == found["identical"] == found["compared"] == 4
+    result = json.loads((tmp_path / "b.json").read_text())
+    assert result["n_prompts"] == result["identical"] == result["compared"] == 4
     kinds = [{"kind": "greeting"}, {"kind": "greeting"}, {"category": "numbers"}, {"category": "numbers"}]
     lines = [json.dumps({"prompt": prompt, **kind}) for prompt, kind in zip(PROMPTS, kinds)]
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
     argv[5:6] = [tmp_path / "p.jsonl", "--count", 2]
     assert main([*map(str, argv), "--json", str(tmp_path / "b.json")]) == 0
-    found = json.loads((tmp_path / "b.json").read_text())
-    assert {name: row["compared"] for name, row in found["categories"].items()} == {"greeting": 1, "numbers": 1}
+    result = json.loads((tmp_path / "b.json").read_text())
+    assert {name: row["compared"] for name, row in result["categories"].items()} == {"greeting": 1, "numbers": 1}
     assert main(["report", str(tmp_path / "b.json"), "-o", str(tmp_path / "page.html")]) == 0
     assert "prompt lookup" in (tmp_path / "page.html").read_text()
 
@@ -225,9 +225,9 @@ def test_tune_takes_prompts(folder, tmp_path):
     argv = ["tune", "--model", folder, "--prompts", folder / "prompts.txt", "--count", 2, "--max-new-tokens", 8]
     argv += ["--lengths", 2, "--batches", 1, 2, "--drafters", "ngram", "--json", tmp_path / "t.json"]
     assert main([*map(str, argv), "--out", str(tmp_path / "p.json")]) == 0
-    found = json.loads((tmp_path / "t.json").read_text())
-    assert found["n_prompts"] == found["n_checked"] == 2
-    assert all(row["identical"] == row["compared"] for row in found["rows"])
+    result = json.loads((tmp_path / "t.json").read_text())
+    assert result["n_prompts"] == result["n_checked"] == 2
+    assert all(row["identical"] == row["compared"] for row in result["rows"])
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert visspec.accelerate(model, preset=tmp_path / "p.json").name in ("ngram", "none", "plain")
 
@@ -237,8 +237,8 @@ def test_tune_takes_prompts(folder, tmp_path):
     "answer {}/x.png what --drafts {} {}",
 ])  # fmt: skip
 def test_a_text_model_sees_no_pictures(command, folder, capsys):
-    said = refused(capsys, *command.replace("{}", str(folder)).split(), "--model", folder)
-    assert f"{folder} generates text and sees no pictures" in said and "visspec bench text" in said
+    message = refused(capsys, *command.replace("{}", str(folder)).split(), "--model", folder)
+    assert f"{folder} generates text and sees no pictures" in message and "visspec bench text" in message
 
 
 def test_serve_answers_a_chat(folder):

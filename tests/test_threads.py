@@ -79,10 +79,10 @@ def test_eight_threads(kind, times, hurried):
 
     def job(options, want):
         def call():
-            found = fast.run(**options)
-            assert torch.equal(found.output, want.output)
-            assert found.state.tokens == want.state.tokens and found.stats.tokens == want.stats.tokens
-            assert found.stats.faults == 0
+            result = fast.run(**options)
+            assert torch.equal(result.output, want.output)
+            assert result.state.tokens == want.state.tokens and result.stats.tokens == want.stats.tokens
+            assert result.stats.faults == 0
 
         return call
 
@@ -93,7 +93,7 @@ def test_eight_threads(kind, times, hurried):
 def test_a_callback_ends_its_own_call(spelled, hurried):
     """Of eight calls under way at once, those whose callbacks ask for it."""
     pipe, starting = tiny_images.pipeline(), threading.Barrier(THREADS)
-    found: list[int] = [-1] * THREADS
+    result: list[int] = [-1] * THREADS
 
     def job(i):
         def callback(pipeline, step, done, extra):
@@ -105,18 +105,18 @@ def test_a_callback_ends_its_own_call(spelled, hurried):
 
         def call():
             out = pipe(TEXTS[0], seed=i, callback_on_step_end=callback, output_type="latent", drafter=None)
-            found[i] = len(out.images)
+            result[i] = len(out.images)
 
         return call
 
     together([job(i) for i in range(THREADS)])
-    assert found == [1, 0] * (THREADS // 2) and not pipe.interrupt
+    assert result == [1, 0] * (THREADS // 2) and not pipe.interrupt
 
 
 def test_another_thread_ends_all_calls():
     """Also those of streams; the next call begins anew."""
     pipe, under_way, told = tiny_images.pipeline(drafter=None), threading.Semaphore(0), threading.Event()
-    found = []
+    result = []
 
     def callback(pipeline, step, done, extra):
         if step == 1:
@@ -124,7 +124,7 @@ def test_another_thread_ends_all_calls():
             assert told.wait(60)
 
     def call():
-        found.append(len(pipe(TEXTS[0], seed=0, callback_on_step_end=callback, output_type="latent").images))
+        result.append(len(pipe(TEXTS[0], seed=0, callback_on_step_end=callback, output_type="latent").images))
 
     threads = [threading.Thread(target=call) for _ in range(3)]
     for thread in threads:
@@ -135,7 +135,7 @@ def test_another_thread_ends_all_calls():
     told.set()
     for thread in threads:
         thread.join()
-    assert found == [0, 0, 0]
+    assert result == [0, 0, 0]
     parts = []
     for part in pipe.stream(TEXTS, seed=0, batch_size=1, output_type="latent"):
         parts.append(part)

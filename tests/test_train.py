@@ -190,7 +190,7 @@ def test_checkpoint_is_of_one_step(tmp_path, earlier, killed):
                 run.optimiser.state[p] = {"exp_avg": p.clone()}
         run.save()
 
-    found = []
+    result = []
     for at in range(1, 40):
         folder = tmp_path / str(at)
         _, run = trainer(folder)
@@ -204,7 +204,7 @@ def test_checkpoint_is_of_one_step(tmp_path, earlier, killed):
         drafter = train_drafter.fresh_or_resumed(model_of("llava"), folder, True, 2, EagleDrafter)
         again = Trainer(run.target, drafter, run.rule, run.prompts, run.plan, folder, {"seed": 0})
         assert again.resume() == (again.step > 0)
-        found.append(again.step)
+        result.append(again.step)
         for name, p in drafter.head.named_parameters():
             assert torch.equal(p, torch.full_like(p, again.step) if again.step else fresh[name])
             assert not again.step or torch.equal(again.optimiser.state[p]["exp_avg"], p)
@@ -213,7 +213,7 @@ def test_checkpoint_is_of_one_step(tmp_path, earlier, killed):
             assert json.loads((folder / "provenance.json").read_text())["training"]["step"] == again.step
         if dying.count < at:
             break
-    assert found == sorted(found) and set(found) == {earlier, 20}
+    assert result == sorted(result) and set(result) == {earlier, 20}
     save_file({}, folder / "run" / "step-20" / "optimiser.safetensors", {"step": "7"})
     with pytest.raises(ValueError, match=r"resume: .* mixes parts of the steps \[7, 20\]"):
         again.resume()
@@ -273,13 +273,13 @@ def test_the_rate_follows_its_schedule(schedule):
     left = {"cosine": 0.5, "linear": 0.5, "constant": 1.0}[schedule]
     assert rates[10] == 2.0 and rates[55] == pytest.approx(0.2 + 1.8 * left)
     assert plan.rate_at(100) == pytest.approx(2.0 if schedule == "constant" else 0.2)
-    for options, said in (
+    for options, message in (
         ({"rate": 0.0}, "rate: got 0.0, expected a positive"),
         ({"warm_up": 20}, "warm_up: got 20, expected a share"),
         ({"schedule": "x"}, "schedule: got 'x', expected one of"),
         ({"keep": 0}, "keep: got 0, expected at least 1"),
     ):
-        with raises_line(said):
+        with raises_line(message):
             TrainingOptions(**options)
 
 
@@ -354,8 +354,8 @@ def test_train_on_images(tmp_path, monkeypatch):
     monkeypatch.setattr(train_drafter.targets, "load", lambda *a, **k: (model, None))
     monkeypatch.setattr(train_drafter, "prepare", lambda p, images, texts, m: prompt("llava", ["4 i 5"] * len(images)))
     out = tmp_path / "out"
-    found = train_drafter.run("x", tmp_path, out, steps=2, rows=2, max_new_tokens=6, group=1, reuse=1, unroll=2)
-    assert found[-1]["step"] == 2 and found[-1]["tau_greedy"] >= 0.9
+    result = train_drafter.run("x", tmp_path, out, steps=2, rows=2, max_new_tokens=6, group=1, reuse=1, unroll=2)
+    assert result[-1]["step"] == 2 and result[-1]["tau_greedy"] >= 0.9
     EagleDrafter.from_pretrained(out, model)
     assert json.loads((out / "provenance.json").read_text())["recipe"] == "train_drafter"
     options = {"steps": 2, "rows": 2, "max_new_tokens": 6, "group": 1, "reuse": 1, "unroll": 2}
@@ -369,12 +369,12 @@ def test_train_on_images(tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=f"resume: got {name} .*, expected .* as in {out}"):
             train_drafter.run(out=out, resume=True, **given)
     monkeypatch.setattr(train_drafter.targets, "load", None)  # refused before work
-    for folder, resume, said in [
+    for folder, resume, message in [
         (out, False, "already holds a drafter. Choose another folder, or pass --resume or --overwrite"),
         (target, False, "holds another model"),
         (target, True, "holds another model"),
     ]:
-        with pytest.raises(ValueError, match=f"out: {folder} {said}"):
+        with pytest.raises(ValueError, match=f"out: {folder} {message}"):
             train_drafter.run("x", tmp_path, folder, resume=resume, overwrite=folder == target, **options)
     assert (out / "model.safetensors").read_bytes() == weights
     monkeypatch.setattr(train_drafter.targets, "load", lambda *a, **k: (model, None))

@@ -60,8 +60,8 @@ def weights(folder):
 ])  # fmt: skip
 def test_train_and_draw(texts, tmp_path, name, preset):
     pipe, size, out = TARGETS[name](), SIZES.get(name, {}), tmp_path / "out"
-    found = training.run(pipe, out, prompts=texts(name), preset=preset, **SMALL, **size)
-    assert [entry["step"] for entry in found] == [2, 4] and all(entry["tau_sampled"] >= 1.0 for entry in found)
+    result = training.run(pipe, out, prompts=texts(name), preset=preset, **SMALL, **size)
+    assert [entry["step"] for entry in result] == [2, 4] and all(entry["tau_sampled"] >= 1.0 for entry in result)
     prompts = sources.texts(texts(name))[:2]
     asked = {"seed": 3, "output_type": "latent", "acceptance": "exact", **size}
     fast, plain = (pipe(prompts, drafter=spec, **asked) for spec in (str(out), "none"))
@@ -119,7 +119,7 @@ def test_the_shell_trains_for_a_folder(texts, tmp_path, capsys):
     again.save_pretrained(tmp_path / "both")
     assert ImagePipeline.from_pretrained(str(tmp_path / "both")).drafter == str(tmp_path / "both" / "drafter")
     capsys.readouterr()
-    for more, said in (
+    for more, message in (
         ([], "prompts: got none. Pass --prompts FILE"),
         (["--max-pixels", "9", "--prompts", "x"], "max_pixels: This run has no such option. --data trains"),
         (["--data", "x", "--height", "9"], "height: This run has no such option"),
@@ -130,7 +130,7 @@ def test_the_shell_trains_for_a_folder(texts, tmp_path, capsys):
             "already holds a drafter. Choose another folder, or pass --resume or --overwrite",
         ),
     ):
-        assert main([*argv, *more]) == 2 and said in capsys.readouterr().err
+        assert main([*argv, *more]) == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("model", "draws"), [("continuous", "vectors"), ("var", "maps"), ("randar", "any order")])
@@ -191,8 +191,8 @@ def test_guesses_of_knowing_drafter(monkeypatch):
     torch.manual_seed(0)
     codes = lesson.ids[:, lesson.prompt_length : -1]
     ahead = torch.arange(15).expand(3, -1) - 4
-    found = used._guesses(lesson, torch.arange(3), ahead, torch.where(ahead > 0, BLANK, KNOWN))
-    assert torch.equal(found, codes)
+    result = used._guesses(lesson, torch.arange(3), ahead, torch.where(ahead > 0, BLANK, KNOWN))
+    assert torch.equal(result, codes)
 
 
 def test_starts_from_target_layers():
@@ -203,10 +203,10 @@ def test_starts_from_target_layers():
     codes = lesson.ids[:, lesson.prompt_length : -1]
     with torch.no_grad():
         states = used._pass(lesson, slice(None), codes, torch.full_like(codes, KNOWN))
-        found = used.head.logits(states)
+        result = used.head.logits(states)
         for b in range(3):
             prompt = lesson.embeddings[b, lesson.attention[b]]
             inputs = torch.cat([prompt, family.embed(codes[b])])[None]
             hidden = family.decoder(inputs_embeds=inputs, use_cache=False).last_hidden_state
             expected = family.head(hidden)[:, -codes.shape[1] :]
-            torch.testing.assert_close(found[b : b + 1], expected, rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(result[b : b + 1], expected, rtol=1e-3, atol=1e-3)

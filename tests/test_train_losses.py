@@ -53,9 +53,9 @@ def lessons(name):
     if name == "image":
         drafter, (ids, attention) = image_drafter(), prompts(3)
         target = CaptureTarget(family())
-        found = [capture(target, Rejection(), image_request(ids, attention))]
+        result = [capture(target, Rejection(), image_request(ids, attention))]
         target.law = lambda request: None
-        return drafter, *found, capture(target, Rejection(), image_request(ids, attention))
+        return drafter, *result, capture(target, Rejection(), image_request(ids, attention))
     model = model_of("llava")
     drafter = DRAFTERS[name][0](model)
 
@@ -92,8 +92,8 @@ def reference(drafter, lesson, plan, kind):
         each = each * plan.decay**k / scale
         if k == 0 and plan.confidence_weight:
             rate = torch.minimum(P, Q).sum(-1).detach()
-            said = drafter.head.sequential.expected(states, before)
-            each = each + plan.confidence_weight * F.binary_cross_entropy(said.sigmoid(), rate, reduction="none")
+            message = drafter.head.sequential.expected(states, before)
+            each = each + plan.confidence_weight * F.binary_cross_entropy(message.sigmoid(), rate, reduction="none")
         if k == 0 and plan.selector_weight:
             scores, ids = drafter.head.sequential.scores(q_logits, states, before, after)
             few = p.gather(-1, ids).softmax(-1)
@@ -113,7 +113,7 @@ def test_chunks_equal_whole(name, kind, monkeypatch):
     torch.testing.assert_close(states.logits.softmax(-1), whole.logits.softmax(-1), rtol=1e-4, atol=1e-6)
     plan = TrainingOptions(**{"unroll": 3} | DRAFTERS.get(name, (None, {}))[1])
     drafter.head.train()
-    found, sizes, measure = [], [], losses.KINDS[kind]
+    result, sizes, measure = [], [], losses.KINDS[kind]
     monkeypatch.setattr(losses, "ELEMENTS", 4 * whole.width)
     monkeypatch.setitem(losses.KINDS, kind, lambda q, p: sizes.append(len(q)) or measure(q, p))
     for loss_of, lesson in ((Step(drafter, plan), states), (None, whole)):
@@ -121,9 +121,9 @@ def test_chunks_equal_whole(name, kind, monkeypatch):
         loss, agreed = loss_of(lesson, kind) if loss_of else reference(drafter, lesson, plan, kind)
         drafter.head.zero_grad()
         (2.0 * loss).backward()
-        found.append((loss.detach(), agreed.detach(), {n: p.grad for n, p in drafter.head.named_parameters()}))
+        result.append((loss.detach(), agreed.detach(), {n: p.grad for n, p in drafter.head.named_parameters()}))
     assert max(sizes) == 5 and len(sizes) >= 4
-    (loss, agreed, grads), (wanted, shares, expected) = found
+    (loss, agreed, grads), (wanted, shares, expected) = result
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(agreed, shares)
     assert sum(g is not None for g in expected.values()) > 3
@@ -138,13 +138,13 @@ def test_forbidden_tokens():
     q[:, 7], p[:, 7], q[1, 4] = (float("-inf"),) * 3
     q.requires_grad_()
     P, Q = p.softmax(-1), q.softmax(-1)
-    found = {kind: measure(q, p) for kind, measure in losses.KINDS.items()}
-    torch.testing.assert_close(found["tv"], (P - Q).abs().sum(-1) / 2)
+    result = {kind: measure(q, p) for kind, measure in losses.KINDS.items()}
+    torch.testing.assert_close(result["tv"], (P - Q).abs().sum(-1) / 2)
     some = P.log().isfinite() & torch.arange(21).ne(7)
     for kind, expected in (("soft_ce", -P * Q.log()), ("kl", P * (P.log() - Q.log()))):
-        torch.testing.assert_close(found[kind], expected.where(some, torch.zeros(())).sum(-1))
-        assert found[kind].isinf().tolist() == [False, True, False]
-    sum(loss[::2].sum() for loss in found.values()).backward()
+        torch.testing.assert_close(result[kind], expected.where(some, torch.zeros(())).sum(-1))
+        assert result[kind].isinf().tolist() == [False, True, False]
+    sum(loss[::2].sum() for loss in result.values()).backward()
     assert q.grad[::2].isfinite().all() and not q.grad[:, 7].any()
 
 
@@ -158,9 +158,9 @@ def test_compiled_formulas_are_the_formulas(kind):
         fixed = torch.randn(5, 9)
     for rows in (5, 3):
         q = torch.randn(rows, 9, requires_grad=True)
-        wanted, found = own(q, fixed[:rows]), compiled(q, fixed[:rows])
-        torch.testing.assert_close(found, wanted)
-        torch.testing.assert_close(*(torch.autograd.grad(loss.sum(), q)[0] for loss in (found, wanted)))
+        expected, result = own(q, fixed[:rows]), compiled(q, fixed[:rows])
+        torch.testing.assert_close(result, expected)
+        torch.testing.assert_close(*(torch.autograd.grad(loss.sum(), q)[0] for loss in (result, expected)))
 
 
 def head_of(**entries):

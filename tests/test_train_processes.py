@@ -34,11 +34,11 @@ def launch(home: Path, module: str, *argv: str) -> None:
     """`main` of a module of the tests with two processes of one thread, as torchrun starts them."""
     code = of_tests(module, f"main({''.join(f'{value!r}, ' for value in argv)}Path({str(home)!r}))")
     more = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | ALONE
-    said = [home / f"said{rank}" for rank in "01"]
-    ranks = [forked(code, said[r], **more, RANK=str(r), LOCAL_RANK=str(r)) for r in range(2)]
+    message = [home / f"said{rank}" for rank in "01"]
+    ranks = [forked(code, message[r], **more, RANK=str(r), LOCAL_RANK=str(r)) for r in range(2)]
     for rank, process in enumerate(ranks):
         process.join(500)
-        assert process.exitcode == 0, said[rank].read_text()[-3000:]
+        assert process.exitcode == 0, message[rank].read_text()[-3000:]
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +82,9 @@ def test_tensor_parallel_target(tmp_path):
     whole = captions("cpu")
     assert whole["vispec"] == whole["stock"] and captions("balanced") == whole
     for rank in range(2):
-        found = json.loads((tmp_path / f"rank{rank}.json").read_text())
-        assert found.pop("rows") == whole["rows"] // 2
-        assert all(found[name] == whole["stock"] for name in found)
+        result = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert result.pop("rows") == whole["rows"] // 2
+        assert all(result[name] == whole["stock"] for name in result)
 
 
 def test_balanced_device():

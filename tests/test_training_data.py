@@ -79,12 +79,12 @@ def shown(conversation):
     ({"prompt": "w1", "image_files": ["a.png", "b.png"]}, ["u:<image>|<image>|w1"], ["a.png", "b.png"], [1]),
 ])  # fmt: skip
 def test_records_are_conversations(tmp_path, entry, turns, media, questions):
-    found = conversation_of(entry, tmp_path)
-    assert shown(found) == (turns, media) and found.questions() == questions
-    known = [found.answer(turn) for turn in questions if turn < len(turns)]
+    result = conversation_of(entry, tmp_path)
+    assert shown(result) == (turns, media) and result.questions() == questions
+    known = [result.answer(turn) for turn in questions if turn < len(turns)]
     assert known == [text[2:] for text in turns if text[0] == "a"]
     for turn in questions:
-        before = found.until(turn)
+        before = result.until(turn)
         assert len(before.media) == sum(text.count("<") for text in shown(before)[0] if text[0] == "u")
 
 
@@ -137,7 +137,7 @@ def test_unreadable_data_refused(home, monkeypatch):
     tar_of(home / "txt.tar", {"x.png": picture(), "x.txt": b"w1"})
     tar_of(home / "two.tar", {"x.png": picture(), "x.jpg": b"w1"})
     tar_of(home / "list.tar", {"x.png": picture(), "x.json": b"[]"})
-    for said, file in {
+    for message, file in {
         "neither a folder nor a file": "nothing",
         "holds no line, expected": "empty.jsonl",
         "torn.json: Expecting ':' delimiter": "torn.json",
@@ -151,7 +151,7 @@ def test_unreadable_data_refused(home, monkeypatch):
         if file == "torn.parquet":
             datasets = pytest.importorskip("datasets")
             monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "cache")
-        with raises_line(f"data: .*{said}"):
+        with raises_line(f"data: .*{message}"):
             TrainingData(home / file)
     assert len(TrainingData(home / "txt.tar", ignore=["txt"])) == 1
     with raises_line("answers: got 'x', expected one of target, own"):
@@ -284,13 +284,13 @@ def test_own_answers_in_one_pass(home):
     want = capture(target, visspec.Exact(), request)
     assert min(want.lengths) > 1
     answers = [ids[:n].tolist() for ids, n in zip(want.ids[:, want.prompt_length :], want.lengths)]
-    found = capture(target, visspec.Exact(), AnsweredRequest(**vars(sampled(0)), answers=answers))
-    assert found.lengths == want.lengths and found.prompt_length == want.prompt_length
+    result = capture(target, visspec.Exact(), AnsweredRequest(**vars(sampled(0)), answers=answers))
+    assert result.lengths == want.lengths and result.prompt_length == want.prompt_length
     for name in ("ids", "positions", "attention", "embeddings"):
-        assert torch.equal(getattr(found, name), getattr(want, name)), name
+        assert torch.equal(getattr(result, name), getattr(want, name)), name
     for row, length in enumerate(want.lengths):  # behind an answer there is nothing
         for name, end in (("features", want.prompt_length + length - 1), ("logits", length - 1)):
-            a, b = getattr(found, name)[row, :end], getattr(want, name)[row, :end]
+            a, b = getattr(result, name)[row, :end], getattr(want, name)[row, :end]
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
     one = capture(target, visspec.Exact(), AnsweredRequest(**vars(sampled(0)), answers=[[5], [6]]))
     assert one.logits.shape[1] == 0 and one.features.shape[1] == want.prompt_length
@@ -338,7 +338,7 @@ def test_processor_errors_counted(home):
 def test_run_reports_epochs(home):
     data = TrainingData(lines(home / "d.jsonl", *[{"prompt": "w5"}] * 4), "target")
     options = train_drafter.TrainingOptions(steps=2000, batch=16, rows=8, group=8)
-    said = train_drafter.what_is_seen(data, 100_000, 64, options, 1, "target")
-    assert said.startswith("2,000 steps see 4,096 of 100,000 items (0.041 epochs)")
-    assert said.endswith("target's answers")
+    message = train_drafter.what_is_seen(data, 100_000, 64, options, 1, "target")
+    assert message.startswith("2,000 steps see 4,096 of 100,000 items (0.041 epochs)")
+    assert message.endswith("target's answers")
     assert train_drafter.steps_of(4096, options, 1) == 2048 and train_drafter.steps_of(4096, options, 2) == 1024

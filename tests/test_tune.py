@@ -49,25 +49,25 @@ def test_a_model_and_images_are_tuned(images, tmp_path, capsys):
     record, preset = tmp_path / "t.json", tmp_path / "p.json"
     few = ["--count", 2, "--lengths", 2, 6, "--batches", 2, "--drafters", "vispec", "--max-new-tokens", 10]
     assert main(tuned(images, *few, "--json", record, "--out", preset)) == 0
-    found = json.loads(record.read_text())
-    rows, choice = found["rows"], found["choice"]
+    result = json.loads(record.read_text())
+    rows, choice = result["rows"], result["choice"]
     assert [(r["drafter"], r["levels"], r["batch_size"]) for r in rows] == [
         ("none", 0, 2), ("vispec", 2, 2), ("vispec", 6, 2), ("vispec:width=4", 2, 2), ("vispec:width=4", 6, 2),
     ]  # fmt: skip
     assert all(r["identical"] == r["compared"] for r in rows)
     assert rows[0]["predicted_speedup"] == 1.0 == rows[0]["tau"] < rows[2]["tau"]
     measured = [row for row in rows if "measured_speedup" in row]
-    assert 1 <= len([row for row in measured if row["levels"]]) <= command.FINALISTS or not found["pays"]
+    assert 1 <= len([row for row in measured if row["levels"]]) <= command.FINALISTS or not result["pays"]
     (chosen,) = [row for row in measured if all(row[name] == choice[name] for name in choice)]
-    assert {name: chosen[name] for name in command.FIGURES} == {name: found[name] for name in command.FIGURES}
+    assert {name: chosen[name] for name in command.FIGURES} == {name: result[name] for name in command.FIGURES}
     best = max(measured, key=lambda row: row["measured_images_per_second"])
     assert chosen == best or (best["levels"] and best["measured_speedup"] < command.PAYS)
     read = json.loads(preset.read_text())
     assert {name: read[name] for name in KEPT} == {name: choice[name] for name in KEPT}
-    said = capsys.readouterr()
-    assert ("choice: " in said.out) == found["pays"] != (
-        "plain decoding is the fastest" in said.out
-    ) and "00.png" in said.err
+    message = capsys.readouterr()
+    assert ("choice: " in message.out) == result["pays"] != (
+        "plain decoding is the fastest" in message.out
+    ) and "00.png" in message.err
     assert main(["caption", str(images / "0.png"), "--preset", str(preset), "--max-new-tokens", "4"]) == 0
 
 
@@ -89,8 +89,8 @@ def test_measured_on_new_pictures(images, tmp_path, monkeypatch):
 
 
 def test_bad_input_is_a_sentence(images, tmp_path, capsys):
-    said = f"got 8 that can be read, expected 10 or more in {images}"
-    assert said in refused(capsys, *tuned(images, "--batches", 5))
+    message = f"got 8 that can be read, expected 10 or more in {images}"
+    assert message in refused(capsys, *tuned(images, "--batches", 5))
     (tmp_path / "nowhere").mkdir()
     assert f"{tmp_path / 'nowhere'}" in refused(capsys, *tuned(tmp_path / "nowhere"))
     assert "got no such file" in refused(capsys, *tuned(tmp_path / "x.jsonl"))
@@ -105,17 +105,17 @@ def test_an_image_model_is_tuned(folder, tmp_path, capsys, monkeypatch):
     file, record = tmp_path / "tuned.json", tmp_path / "r.json"
     argv = ["tune", "--model", str(folder), "--prompts", str(tmp_path / "p.txt"), "--out", str(file)]
     assert main([*argv, "--count", "1", "--json", str(record)]) == 0
-    found = json.loads(record.read_text())
-    assert [row["name"] for row in found["rows"]] == ["plain", *command.EXACT] and found["n_checked"] == 1
-    best = max(found["rows"][1:], key=lambda row: row["measured_speedup"])
+    result = json.loads(record.read_text())
+    assert [row["name"] for row in result["rows"]] == ["plain", *command.EXACT] and result["n_checked"] == 1
+    best = max(result["rows"][1:], key=lambda row: row["measured_speedup"])
     pays = best["measured_speedup"] >= command.PAYS
-    chosen = "/".join(found["choice"][part] for part in ("drafter", "acceptance"))  # of any order, "raster" is a third
-    assert found["pays"] == pays and chosen == (best["name"] if pays else "none/exact")
-    assert found["predicted_speedup"] == (best["over_plain"] if pays else 1.0)
+    chosen = "/".join(result["choice"][part] for part in ("drafter", "acceptance"))  # of any order, "raster" is a third
+    assert result["pays"] == pays and chosen == (best["name"] if pays else "none/exact")
+    assert result["predicted_speedup"] == (best["over_plain"] if pays else 1.0)
     assert ("plain decoding is the fastest" not in capsys.readouterr().out) == pays
-    file.write_text(file.read_text().replace(json.dumps(found["choice"]["drafter"]), '"jacobi:window=3"'))
+    file.write_text(file.read_text().replace(json.dumps(result["choice"]["drafter"]), '"jacobi:window=3"'))
     pipe = visspec.ImagePipeline.from_pretrained(folder, preset=file)
-    assert (pipe.drafter, pipe.acceptance) == ("jacobi:window=3", found["choice"]["acceptance"])
+    assert (pipe.drafter, pipe.acceptance) == ("jacobi:window=3", result["choice"]["acceptance"])
     own = visspec.ImagePipeline.from_pretrained(folder, drafter="none", acceptance="coupled", preset=file)
     assert (own.drafter, own.acceptance) == ("none", "coupled")
     bench = ["bench", "image", "--model", str(folder), "--method", str(file), "--count", "1"]

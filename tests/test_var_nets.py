@@ -58,11 +58,11 @@ class Published(ScaleFormulas):
 
     def block(self, x, name, given):
         """x: (L, C)."""
-        said = F.silu(given)
+        message = F.silu(given)
         if f"{name}.ada_gss" in self.t:
-            six = self.linear(said, "shared_ada_lin.1").view(6, -1) + self.t[f"{name}.ada_gss"][0, 0]
+            six = self.linear(message, "shared_ada_lin.1").view(6, -1) + self.t[f"{name}.ada_gss"][0, 0]
         else:
-            six = self.linear(said, f"{name}.ada_lin.1").view(6, -1)
+            six = self.linear(message, f"{name}.ada_lin.1").view(6, -1)
         gamma1, gamma2, scale1, scale2, shift1, shift2 = six
         hidden = self.t["attn_bias_for_masking"][0, 0]
         h = self.attended(self.norm(x) * (1 + scale1) + shift1, f"{name}.attn", self.heads, hidden)
@@ -129,12 +129,12 @@ class VQFormulas(KLFormulas):
 
     def inputs(self, codes, sides):
         """(features of the whole image, inputs (B, L - 1, c) of all scales after the first)."""
-        total, found = 0, []
+        total, result = 0, []
         for k, (side, own) in enumerate(zip(sides, codes.split([s * s for s in sides], dim=1))):
             total = total + self.part(own, k, side, sides)
             if k + 1 < len(sides):
-                found.append(F.interpolate(total, size=(sides[k + 1],) * 2, mode="area").flatten(2).transpose(1, 2))
-        return total, torch.cat(found, dim=1)
+                result.append(F.interpolate(total, size=(sides[k + 1],) * 2, mode="area").flatten(2).transpose(1, 2))
+        return total, torch.cat(result, dim=1)
 
 
 @pytest.fixture(scope="module")
@@ -177,8 +177,8 @@ def test_var_formulas(tmp_path, vae, vae_tensors, shared):
     reading = ConditionState(model, vae.quantize, classes, 2)
     (whole,) = reading.read(maps)
     for b, label in enumerate(classes.tolist()):
-        wanted = Published(tensors, config.heads).logits(inputs[b], label)
-        torch.testing.assert_close(torch.cat([part[b] for part in whole.logits]), wanted, **TOL)
+        expected = Published(tensors, config.heads).logits(inputs[b], label)
+        torch.testing.assert_close(torch.cat([part[b] for part in whole.logits]), expected, **TOL)
 
 
 @torch.no_grad()
@@ -190,20 +190,20 @@ def test_autoencoder_formulas(vae, vae_tensors):
     features, _ = formulas.inputs(codes, SIDES)
     torch.testing.assert_close(vae.quantize.features(codes, scales), features, **TOL)
     hidden = formulas.conv(features, "post_quant_conv", padding=1)
-    wanted = formulas.decode(hidden, **DECODED).clamp(-1, 1)
-    torch.testing.assert_close(vae.decode(codes, scales), wanted, **TOL)
+    expected = formulas.decode(hidden, **DECODED).clamp(-1, 1)
+    torch.testing.assert_close(vae.decode(codes, scales), expected, **TOL)
     pixels = torch.rand(2, 3, 8, 8).double() * 2 - 1
     nothing = {"quant_conv.weight": torch.eye(4).double()[..., None, None], "quant_conv.bias": torch.zeros(4).double()}
     formulas.t = tensors | nothing  # the formula's is 1 x 1
     left = formulas.encode(pixels, **ENCODED)
     left = F.conv2d(left, tensors["quant_conv.weight"], tensors["quant_conv.bias"], padding=1)
-    found = []
+    result = []
     for k, side in enumerate(SIDES):
         at = F.interpolate(left, size=(side, side), mode="area").flatten(2).transpose(1, 2)
         gaps = (at[:, :, None] - tensors["quantize.embedding.weight"]).square().sum(-1)
-        found.append(gaps.argmin(-1))
-        left = left - formulas.part(found[-1], k, side, SIDES)
-    assert torch.equal(vae.encode(pixels, scales), torch.cat(found, dim=1))
+        result.append(gaps.argmin(-1))
+        left = left - formulas.part(result[-1], k, side, SIDES)
+    assert torch.equal(vae.encode(pixels, scales), torch.cat(result, dim=1))
 
 
 @torch.no_grad()
@@ -212,8 +212,8 @@ def test_published_convolutions_of_scales():
     for i, layer in enumerate(quantizer.quant_resi["qresi_ls"]):
         layer.weight.data.zero_()
         layer.bias.data.fill_(2.0 * i)
-    found = [int(quantizer.smooth(k, scales, torch.zeros(1, 4, 2, 2)).detach().mean()) for k in range(10)]
-    assert tuple(found) == NEAREST
+    result = [int(quantizer.smooth(k, scales, torch.zeros(1, 4, 2, 2)).detach().mean()) for k in range(10)]
+    assert tuple(result) == NEAREST
 
 
 def test_published_sizes():
@@ -221,8 +221,8 @@ def test_published_sizes():
         assert SCALES[side].total == total == sum(size for size in SCALES[side].sizes)
     with torch.device("meta"):
         model, vae = VAR(VARConfig(1024, 16, 16, SCALES[256])), MultiScaleVAE(MultiScaleShape())
-    found = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    assert found == var_names(model.config)
+    result = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    assert result == var_names(model.config)
     assert round(sum(p.numel() for p in model.parameters()) / 1e5) == 3103  # 310.3 millions
     assert round(sum(p.numel() for p in vae.parameters()) / 1e5) == 1089  # 108.9 millions
     names = vq_names(MultiScaleShape())

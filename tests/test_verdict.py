@@ -74,16 +74,16 @@ def test_likelihood_of_answer(captioner):
 
 def test_a_panel(captioner, small, monkeypatch):
     image, question, right = asked()
-    said = {"liar": "no shapes at all .", "again": "no shapes at all .", "mute": ""}
+    message = {"liar": "no shapes at all .", "again": "no shapes at all .", "mute": ""}
     real = verdict.ask
-    told = lambda member, *asked, **how: said[member.name] if member.name in said else real(member, *asked, **how)  # noqa: E731
+    told = lambda member, *asked, **how: message[member.name] if member.name in message else real(member, *asked, **how)  # noqa: E731
     monkeypatch.setattr(verdict, "ask", told)
-    liar, again, mute = (Member(name, captioner.fast, captioner.processor) for name in said)
+    liar, again, mute = (Member(name, captioner.fast, captioner.processor) for name in message)
     with monkeypatch.context() as patch:
         patch.setattr(verdict, "TEMPLATE", "{question}")  # the judge was not taught to read drafts
-        found = decide([liar, captioner, mute, small], captioner, image, question, keep=2, max_new_tokens=20)
-    assert found["answer"] == right and found["chosen"] == [1, 3] and found["drafts"][2] == ""
-    assert found["scores"].keys() == {0, 1, 3} and found["scores"][0] > found["scores"][1]
+        result = decide([liar, captioner, mute, small], captioner, image, question, keep=2, max_new_tokens=20)
+    assert result["answer"] == right and result["chosen"] == [1, 3] and result["drafts"][2] == ""
+    assert result["scores"].keys() == {0, 1, 3} and result["scores"][0] > result["scores"][1]
     ties = decide([liar, again, mute], captioner, image, question, keep=1, max_new_tokens=4)
     assert ties["chosen"] == [0] and ties["prompt"].count(question) == 2 and "1. no shapes at all ." in ties["prompt"]
     alone = decide([mute, captioner], captioner, image, question, max_new_tokens=20)

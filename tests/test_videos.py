@@ -69,10 +69,10 @@ def clip(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("count, indices", [(1, [12]), (4, [3, 9, 15, 21]), (100, list(range(FRAMES)))])
 def test_frame_positions(clip, count, indices):
-    found = read_clip(clip, count)
+    result = read_clip(clip, count)
     about = {"frames_indices": indices, "total_num_frames": FRAMES, "fps": 10.0, "duration": 2.5}
-    assert found.metadata == about
-    reds = [frame.getpixel((5, 5))[0] for frame in found.frames]
+    assert result.metadata == about
+    reds = [frame.getpixel((5, 5))[0] for frame in result.frames]
     assert max(abs(red - 10 * i) for red, i in zip(reds, indices, strict=True)) < 5
 
 
@@ -86,10 +86,10 @@ def test_clip_captions_equal_generate(clip, tmp_path, name, drafter):
         drafter = EagleDrafter.for_model(model(), image_latents=2)
     fast, reads = accelerate(model(name), drafter), processor(name)
     captions = Captions(fast, reads, request="w7 w8", slots=2, frames=4, max_new_tokens=9)
-    found = {made.path: made for made in captions(files)}
+    result = {made.path: made for made in captions(files)}
     with torch.inference_mode():
         for path, media in zip(files, (read_clip(clip, 4), Image.open(files[1]))):
-            made = found[str(path)]
+            made = result[str(path)]
             inputs = process_batch(reads, [media], ["w7 w8"])
             grid = inputs.get("video_grid_thw", inputs.get("image_grid_thw"))
             ids, slots = inputs["input_ids"], int(grid.prod()) // 4
@@ -108,9 +108,9 @@ def test_stream_of_clips_and_images(clip, tmp_path):
     lines = tmp_path / "more.jsonl"
     lines.write_text(json.dumps({"video": "media/a.mp4", "id": "again", "prompt": "w7"}))
     with Captions(accelerate(model(), None), processor(), request="w7", frames=2, max_new_tokens=5) as captions:
-        found = {made.path: made for made in captions(records([home, lines]))}
-    assert not any(made.error for made in found.values())
-    assert found["again"].text == found[str(home / "a.mp4")].text != found[str(home / "b.png")].text
+        result = {made.path: made for made in captions(records([home, lines]))}
+    assert not any(made.error for made in result.values())
+    assert result["again"].text == result[str(home / "a.mp4")].text != result[str(home / "b.png")].text
 
 
 def test_the_command_captions_a_clip(clip, tmp_path, capsys):

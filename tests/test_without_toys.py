@@ -72,20 +72,20 @@ def test_library_without_toys(tmp_path):
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert all(code == 0 and len(out) > 200 for code, out, _ in found[: len(RUN)]), found[: len(RUN)]
-    for (command, message), (code, _, said) in zip(REFUSED.items(), found[len(RUN) :], strict=True):
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert all(code == 0 and len(out) > 200 for code, out, _ in result[: len(RUN)]), result[: len(RUN)]
+    for (command, message), (code, _, said) in zip(REFUSED.items(), result[len(RUN) :], strict=True):
         *_, line = said.splitlines()  # behind what other packages may warn of
         assert code == 2 and re.fullmatch(f"visspec: {message}", line), (command, said)
 
 
 def test_only_toys_name_toys():
     """In code or in documentation of the code; `io.included` is where they are looked up."""
-    found = []
+    result = []
     for file, _ in sources():
         where = str(file.relative_to(ROOT))
         if not any(where.startswith(own) for own in MAY_NAME):
             lines = enumerate(file.read_text().splitlines(), 1)
-            found += [f"{where}:{n}: {line.strip()}" for n, line in lines if TOY_WORDS.search(line)]
-    assert not found, "\n".join(found)
+            result += [f"{where}:{n}: {line.strip()}" for n, line in lines if TOY_WORDS.search(line)]
+    assert not result, "\n".join(result)
     assert TOY_WORDS.search('detector("shapes")') and not TOY_WORDS.search("Shapes: B rows, N nodes")

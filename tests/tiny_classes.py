@@ -401,12 +401,12 @@ def lively(model: nn.Module, inputs: dict[str, Tensor]) -> bool:
 
 def cases(name: str) -> list[tuple[str, nn.Module, Batches]]:
     """(inputs, model, batches) of a class, of the first lively random model. Raises what its construction raises."""
-    found = None
+    result = None
     for seed in range(5):
         model = tiny_model(name, seed)
-        made, found = {"text": text(model)}, found if seed else picture_form(model)
-        if found:
-            made["pictures"] = {batch: placed(model, *found, lengths) for batch, lengths in PICTURED.items()}
+        made, result = {"text": text(model)}, result if seed else picture_form(model)
+        if result:
+            made["pictures"] = {batch: placed(model, *result, lengths) for batch, lengths in PICTURED.items()}
         if all(lively(model, batches["3"]) for batches in made.values()):
             break
     for batches in made.values():

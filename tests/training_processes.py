@@ -50,7 +50,7 @@ def run_of(home: Path, name: str, **options) -> list[dict]:
 
 def main(home: Path) -> None:
     run = partial(run_of, home)
-    found = run("whole")
+    result = run("whole")
     update = Trainer.update
 
     def stopping(self, lesson):
@@ -63,7 +63,7 @@ def main(home: Path) -> None:
         run("broken")
     except KeyboardInterrupt:
         Trainer.update = update
-    assert run("broken", resume=True)[-1]["tau_greedy"] == found[-1]["tau_greedy"]
+    assert run("broken", resume=True)[-1]["tau_greedy"] == result[-1]["tau_greedy"]
     train_drafter.workers = lambda *a: ByHand()
     run("by-hand")
     several = workers.Workers("cpu")

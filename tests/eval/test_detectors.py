@@ -48,8 +48,8 @@ def test_mask2former_masks_and_scores():
     from transformers import Mask2FormerImageProcessor
 
     detector = Mask2Former(FakeSegmenter(), Mask2FormerImageProcessor(size={"height": 48, "width": 48}), "fake")
-    found = detector.detect(Image.new("RGB", (96, 96)))
-    by_label = {d.label: d for d in found.detections}
+    result = detector.detect(Image.new("RGB", (96, 96)))
+    by_label = {d.label: d for d in result.detections}
     assert set(by_label) == {"dog", "computer mouse"}  # 0.4 is under the processor's default; COCO says "mouse"
     assert by_label["dog"].score == pytest.approx(0.4, abs=0.01)
     assert by_label["dog"].box == pytest.approx((16, 16, 48, 48), abs=1.01)
@@ -78,8 +78,8 @@ def test_mmdet_hash_and_channels(tmp_path: Path):
 
     detector = MMDetMask2Former("config.py", tmp_path / "w.pth", infer=infer)
     assert not detector.original
-    found = detector.detect(IMAGE)
-    assert [(d.label, d.score) for d in found.detections] == [("dog", 0.8), ("dog", 0.2)]
+    result = detector.detect(IMAGE)
+    assert [(d.label, d.score) for d in result.detections] == [("dog", 0.8), ("dog", 0.2)]
     assert np.array_equal(seen[0][..., 0], np.asarray(IMAGE)[..., 2])
 
 

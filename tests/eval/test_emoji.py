@@ -66,9 +66,9 @@ def test_pictures_are_found_where_they_stand(detector):
     seen = detector.analyse(render(scene))
     assert sorted(s.name for s in seen) == sorted(p.name for p in scene.things)
     for p in scene.things:
-        found = next(s for s in seen if s.name == p.name)
-        assert max(abs(found.x - p.x * 120), abs(found.y - p.y * 120)) < 1.5
-        assert abs(found.side / 120 - p.side) < 0.03 and abs(found.turn - p.turn) < 8
+        result = next(s for s in seen if s.name == p.name)
+        assert max(abs(result.x - p.x * 120), abs(result.y - p.y * 120)) < 1.5
+        assert abs(result.side / 120 - p.side) < 0.03 and abs(result.turn - p.turn) < 8
 
 
 def test_grounds_and_noise_hold_nothing(detector):
@@ -84,8 +84,8 @@ def test_clean_renders(detector, count):
     world, rng, right = included.scenes("emoji"), np.random.default_rng(0), 0
     rows = world.prompts()
     for row in (rows[i] for i in rng.integers(len(rows), size=count)):
-        found = detector.detect(Image.fromarray(world.render(row, rng, 96)))
-        objects, shown = select_detections(found, 0.0), row["include"][0]["class"]
+        result = detector.detect(Image.fromarray(world.render(row, rng, 96)))
+        objects, shown = select_detections(result, 0.0), row["include"][0]["class"]
         right += judge(None, objects, row, DetectedColours())[0]
         others = [other for other in rows if other["include"][0]["class"] != shown]
         assert not judge(None, objects, others[int(rng.integers(len(others)))], DetectedColours())[0]

@@ -123,12 +123,12 @@ def test_compare_folders(tmp_path: Path):
     other = folder_of(tmp_path / "other", 23, 2, divide=4)
     (other / "5.png").write_bytes(b"\x89PNG broken")
     Image.new("RGB", (8, 8)).save(other / "7b.png")  # readable, but too small for the extractor
-    found = fid.compare(read_features(other, extractor, batch_size=5), reference, extractor)
-    assert found["n"] == 22 and found["n_reference"] == 24 and found["noise_floor_n"] == 12
-    assert found["value"] > 1.5 * same["value"] and same["value"] < 2 * same["noise_floor_here"]
-    text = " ".join(found["problems"])
+    result = fid.compare(read_features(other, extractor, batch_size=5), reference, extractor)
+    assert result["n"] == 22 and result["n_reference"] == 24 and result["noise_floor_n"] == 12
+    assert result["value"] > 1.5 * same["value"] and same["value"] < 2 * same["noise_floor_here"]
+    text = " ".join(result["problems"])
     assert "5.png" in text and "7b.png: images must be at least 16 x 16" in text and "different counts: 22" in text
-    assert json.loads(json.dumps(found))["name"] == "FD[random-conv]"
+    assert json.loads(json.dumps(result))["name"] == "FD[random-conv]"
 
 
 @pytest.mark.parametrize("n, n_reference", [(200, 200), (80, 400)])
@@ -139,12 +139,12 @@ def test_noise_floor(n: int, n_reference: int):
     values, floors = [], []
     for _ in range(60):
         rows, drawn = (FeatureTable(torch.randn(count, 6, generator=rng), []) for count in (n_reference, n))
-        found = fid.compare(drawn, rows, extractor)
+        result = fid.compare(drawn, rows, extractor)
         halves = rows.features[::2], rows.features[1::2]
-        assert found["noise_floor"] == pytest.approx(fid.from_features(*halves), rel=1e-6)
-        assert found["noise_floor_n"] == n_reference // 2
-        values.append(found["value"])
-        floors.append(found["noise_floor_here"])
+        assert result["noise_floor"] == pytest.approx(fid.from_features(*halves), rel=1e-6)
+        assert result["noise_floor_n"] == n_reference // 2
+        values.append(result["value"])
+        floors.append(result["noise_floor_here"])
     assert np.mean(values) / np.mean(floors) == pytest.approx(1.0, abs=0.15)
 
 
@@ -237,13 +237,13 @@ def test_paired_kid():
 
 
 def test_paired_floor():
-    found = [kid.paired(*pairs(24, seed=s)) for s in range(400)]
-    assert 0.02 <= sum(one.value > one.floor for one in found) / 400 <= 0.08
+    result = [kid.paired(*pairs(24, seed=s)) for s in range(400)]
+    assert 0.02 <= sum(one.value > one.floor for one in result) / 400 <= 0.08
 
 
 def test_pairs_versus_sets():
     first, second = pairs(48, 0.2)
-    found = kid.paired(first, second)
-    assert found.value > 2 * found.floor
+    result = kid.paired(first, second)
+    assert result.value > 2 * result.floor
     noise = [fid.from_features(pairs(48, seed=s)[0], pairs(48, seed=s + 50)[0]) for s in range(20)]
     assert fid.from_features(first, second) < min(noise)

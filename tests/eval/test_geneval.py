@@ -58,8 +58,8 @@ def test_colour_of_best_instance():
 
 
 def test_thresholds_and_limit():
-    found = DetectionResult((thing("dog", 0.3), thing("cat", 0.31), *(thing("cow", 0.9 - i / 100) for i in range(20))))
-    objects = geneval.select_detections(found, 0.3)
+    result = DetectionResult((thing("dog", 0.3), thing("cat", 0.31), *(thing("cow", 0.9 - i / 100) for i in range(20))))
+    objects = geneval.select_detections(result, 0.3)
     assert "dog" not in objects and len(objects["cat"]) == 1 and len(objects["cow"]) == 16
     assert [d.score for d in objects["cow"]] == sorted((d.score for d in objects["cow"]), reverse=True)
 
@@ -86,8 +86,8 @@ def test_relations_follow_the_shrunk_offset(subject, expected):
 def test_position_relation():
     cat = thing("cat", box=(50, 0, 60, 10))
     assert verdict(LEFT, cat, thing("dog"))[0]
-    found = verdict(LEFT, thing("cat"), thing("dog", box=(50, 0, 60, 10)))
-    assert found[1] == "expected dog left of target, found right of"
+    result = verdict(LEFT, thing("cat"), thing("dog", box=(50, 0, 60, 10)))
+    assert result[1] == "expected dog left of target, found right of"
     assert verdict(LEFT, thing("dog"))[1] == "expected cat>=1, found 0\nno target for dog to be left of"
 
 

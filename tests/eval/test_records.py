@@ -109,7 +109,7 @@ def test_maps_of_a_bench(image_record):
     grids = [image["origins"] for image in line["images"]]
     assert all(np.shape(g) == (6, 6) for g in grids)
     names = [{ORIGINS[v] for row in g for v in row} for g in grids]
-    assert all({"plain", "drafted", "corrected"} <= found for found in names), names
+    assert all({"plain", "drafted", "corrected"} <= result for result in names), names
     assert all(ORIGINS[g[0][0]] == "plain" for g in grids), "the prefill drafts nothing"
     plain = image_record["rows"][0]["images"][0]["origins"]
     assert {ORIGINS[v] for row in plain for v in row} == {"plain"}
@@ -119,9 +119,9 @@ def test_maps_of_a_bench(image_record):
 
 def test_the_page_of_real_caption_benches(tmp_path, caption_records):
     source = page_of(tmp_path, *caption_records)
-    found = re.findall(r'<img src="data:image/(?:png|jpeg);base64,([^"]+)" alt="picture \d">', source)
-    assert len(found) == 4, "two pictures in each of two benches"
-    opened = [Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB") for data in found]
+    result = re.findall(r'<img src="data:image/(?:png|jpeg);base64,([^"]+)" alt="picture \d">', source)
+    assert len(result) == 4, "two pictures in each of two benches"
+    opened = [Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB") for data in result]
     assert [max(i.size) for i in opened] == [96] * 4
     assert [i.getpixel((9, 9))[0] > 128 for i in opened] == [True, False] * 2
     assert source.count('<span class="drafted">') > 0
@@ -135,8 +135,8 @@ def test_pictures_keep_to_their_captions():
     images = [Image.new("RGB", (4, 4), c) for c in ("red", "lime", "blue")]
     runs = [ArmRun(1.0, [[1], [2]], prompt=1), ArmRun(1.0, [[3]], prompt=2)]
     groups = [[Record("", image) for image in some] for some in (images[:1], images[1:], ["no picture"])]
-    found = bench.thumbnails(runs, groups)
-    colours = [None if t is None else Image.open(io.BytesIO(base64.b64decode(t))).getpixel((0, 0)) for t in found]
+    result = bench.thumbnails(runs, groups)
+    colours = [None if t is None else Image.open(io.BytesIO(base64.b64decode(t))).getpixel((0, 0)) for t in result]
     assert colours == [(0, 255, 0), (0, 0, 255), None]
 
 
@@ -155,8 +155,8 @@ def test_tau_bounds_ratio_over_plain(tmp_path, caption_records):
     """Plain decoding with tau 1 is 1.13 times as fast as the stock loop and no suspect; 1.13 over itself would be."""
     assert speed.suspicion(1.0, [1.0, 1.0], 1.0) == "" == speed.suspicion(None, None, 1.0)
     assert speed.suspicion(1.13, [0.98, 1.2], 1.0) == "", "noise of equal loops"
-    said = speed.suspicion(1.13, [1.1, 1.2], 1.0)
-    assert said == "over our plain loop 1.13 times faster, SUSPECT: more than tau 1.00"
+    message = speed.suspicion(1.13, [1.1, 1.2], 1.0)
+    assert message == "over our plain loop 1.13 times faster, SUSPECT: more than tau 1.00"
     assert "SUSPECT" in speed.suspicion(4.0, [float("nan")] * 2, 3.5), "a single prompt has no interval"
     record = caption_records[0] | {"speedup": 1.13, "speedup_ci95": [1.1, 1.2], "tau": 1.0}
     ratios = ({"over_plain": 1.0, "over_plain_ci95": [0.9, 1.1]}, {"over_plain": 1.5, "over_plain_ci95": [1.4, 1.6]})

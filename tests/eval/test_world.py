@@ -21,9 +21,9 @@ ROWS = included.scenes("shapes").prompts()
 def agrees(seen: Analysis, scene: Scene, side: int) -> bool:
     """Whether detections and shapes match one to one: class, colour, centre and radius within a pixel."""
     left = list(scene.things)
-    for found in seen.shapes:
-        alike = [k for k in left if (k.kind, k.colour) == (found.label, found.colour)]
-        match = next((k for k in alike if near(k, found, side)), None)
+    for result in seen.shapes:
+        alike = [k for k in left if (k.kind, k.colour) == (result.label, result.colour)]
+        match = next((k for k in alike if near(k, result, side)), None)
         if match is None:
             return False
         left.remove(match)

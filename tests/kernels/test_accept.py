@@ -50,8 +50,8 @@ def test_depth_and_branch_limits(kind):
     for seed, (depth, branch) in enumerate([(0, 9), (1, 9), (2, 9), (9, 0), (9, 1), (9, 2), (2, 1), (1, 2)]):
         case = cases.accept(seed, rows=20, nodes=9, vocabulary=5, **kind)
         case["uniforms"] *= 0.5  # long paths
-        found = accept_tree(**case, depth=depth, branch=branch)
-        assert found[0].shape == (20, min(depth + 1, 9)) and int(found[1].max()) <= depth + 1
+        result = accept_tree(**case, depth=depth, branch=branch)
+        assert result[0].shape == (20, min(depth + 1, 9)) and int(result[1].max()) <= depth + 1
         kept = case["parent"].clone()
         for b, above in enumerate(case["parent"].tolist()):
             level = [0] * 9
@@ -60,9 +60,9 @@ def test_depth_and_branch_limits(kind):
                 if level[n] > depth or above[:n].count(above[n]) >= branch:
                     kept[b, n] = -1
         padded = accept_tree(**{**case, "parent": kept})
-        assert all(torch.equal(a, b) for a, b in zip(found[1:], padded[1:]))
+        assert all(torch.equal(a, b) for a, b in zip(result[1:], padded[1:]))
         for b in range(20):
-            assert_row(found, b, accept.reference(**row(case, b), depth=depth, branch=branch))
+            assert_row(result, b, accept.reference(**row(case, b), depth=depth, branch=branch))
 
 
 def test_fp32_bounds():
@@ -94,13 +94,13 @@ def test_log_laws_decide_as_their_softmax(kind):
     for seed in range(10):
         case = cases.accept(seed, rows=20, nodes=9, **kind)
         scores = 3.0 * torch.randn(case["p"].shape, generator=torch.Generator().manual_seed(seed))
-        wanted = accept_tree(**{**case, "p": scores.softmax(-1)})
-        found = accept_tree(**{**case, "p": scores}, scores=True)
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted))
+        expected = accept_tree(**{**case, "p": scores.softmax(-1)})
+        result = accept_tree(**{**case, "p": scores}, scores=True)
+        assert all(torch.equal(a, b) for a, b in zip(result, expected))
         unseen = torch.ones(case["tokens"].shape, dtype=torch.bool)
-        unseen.scatter_(1, wanted[0].clamp(min=0), False)
+        unseen.scatter_(1, expected[0].clamp(min=0), False)
         poisoned = scores.masked_fill(unseen[..., None], float("nan"))
-        assert all(torch.equal(a, b) for a, b in zip(accept_tree(**{**case, "p": poisoned}, scores=True), wanted))
+        assert all(torch.equal(a, b) for a, b in zip(accept_tree(**{**case, "p": poisoned}, scores=True), expected))
 
 
 @pytest.mark.parametrize(("change", "error", "named"), [
@@ -131,10 +131,10 @@ def test_invalid_laws():
 def test_strided_laws_and_shared_parents(parent_rows):
     case = cases.accept(4, rows=2, nodes=5, vocabulary=6)
     case["parent"] = torch.tensor([-1, 0, 0, 1, 1])
-    wanted = accept_tree(**case)
+    expected = accept_tree(**case)
     case["p"] = case["p"].transpose(1, 2).contiguous().transpose(1, 2)
     case["parent"] = case["parent"].expand(parent_rows, 5)
-    assert all(torch.equal(a, b) for a, b in zip(wanted, accept_tree(**case)))
+    assert all(torch.equal(a, b) for a, b in zip(expected, accept_tree(**case)))
 
 
 def test_coins_are_strict():

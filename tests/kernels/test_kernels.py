@@ -19,16 +19,16 @@ def each(kinds):
 def test_neighbour_mass(case):
     for seed in SEEDS:
         arguments = cases.neighbours(seed, **case)
-        found = kernels.neighbour_mass(**arguments)
-        assert torch.allclose(found.double(), neighbours.reference(**arguments), atol=1e-6)
+        result = kernels.neighbour_mass(**arguments)
+        assert torch.allclose(result.double(), neighbours.reference(**arguments), atol=1e-6)
 
 
 def test_neighbour_outside_vocabulary():
     for seed in SEEDS:
         arguments = cases.neighbours(seed, lam=4.0)
         arguments["neighbours"][:, ::2] = torch.tensor([-1, 23, 99, -(2**40), 2**40])
-        found = kernels.neighbour_mass(**arguments)
-        assert torch.allclose(found.double(), neighbours.reference(**arguments), atol=1e-6)
+        result = kernels.neighbour_mass(**arguments)
+        assert torch.allclose(result.double(), neighbours.reference(**arguments), atol=1e-6)
 
 
 @pytest.mark.parametrize("rule", [{"delta": 0.1}, {"lam": 1.1}])
@@ -44,14 +44,14 @@ def test_neighbour_bounds_are_fp32_numbers(rule):
 def test_grouped_mass(case):
     for seed in SEEDS:
         arguments = cases.groups(seed, **case)
-        found = torch.stack(kernels.grouped_mass(**arguments), 1)
-        assert torch.allclose(found.double(), groups.reference(**arguments), atol=1e-6)
+        result = torch.stack(kernels.grouped_mass(**arguments), 1)
+        assert torch.allclose(result.double(), groups.reference(**arguments), atol=1e-6)
 
 
 def check_commit(arguments):
-    wanted = commit.reference(**arguments)
+    expected = commit.reference(**arguments)
     kernels.commit_kv(**arguments)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], wanted))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(arguments["kv"], expected))
 
 
 @each(cases.COMMIT)
@@ -89,12 +89,12 @@ def test_tree_attention(case):
     for seed in range(3):
         arguments = cases.attention(seed, **case)
         ancestors = kernels.ancestors(arguments["parent"])
-        found = kernels.tree_attention(**arguments)
+        result = kernels.tree_attention(**arguments)
         parent = arguments.pop("parent")
-        wanted = attention.reference(**arguments, ancestors=ancestors)
-        assert torch.allclose(found, wanted, atol=1e-5 if wanted.dtype == torch.float32 else 2e-2)
+        expected = attention.reference(**arguments, ancestors=ancestors)
+        assert torch.allclose(result, expected, atol=1e-5 if expected.dtype == torch.float32 else 2e-2)
         if (parent == parent[0]).all():
-            assert torch.equal(found, kernels.tree_attention(**arguments, parent=parent[0]))
+            assert torch.equal(result, kernels.tree_attention(**arguments, parent=parent[0]))
 
 
 def test_guided_warp_layouts():
@@ -109,20 +109,20 @@ def test_guided_warp(case):
     for seed in SEEDS:
         arguments = cases.warp(seed, **case)
         for scores in (False, True):
-            found = kernels.guided_warp(**arguments, scores=scores)
-            assert torch.allclose(found, warp.reference(**arguments, scores=scores), atol=1e-6)
+            result = kernels.guided_warp(**arguments, scores=scores)
+            assert torch.allclose(result, warp.reference(**arguments, scores=scores), atol=1e-6)
 
 
 @pytest.mark.parametrize("ties", [False, True])
 def test_guided_warp_against_transformers(ties):
     warpers = pytest.importorskip("transformers")
     z = cases.warp(0, rows=40, vocabulary=200, ties=ties)["logits"]
-    wanted = warpers.TemperatureLogitsWarper(0.8)(None, z)
-    wanted = warpers.TopPLogitsWarper(0.7)(None, warpers.TopKLogitsWarper(20)(None, wanted)).softmax(-1)
-    found = kernels.guided_warp(z, temperature=0.8, top_k=20, top_p=0.7)
+    expected = warpers.TemperatureLogitsWarper(0.8)(None, z)
+    expected = warpers.TopPLogitsWarper(0.7)(None, warpers.TopKLogitsWarper(20)(None, expected)).softmax(-1)
+    result = kernels.guided_warp(z, temperature=0.8, top_k=20, top_p=0.7)
     if ties:  # which of several equal tokens falls off the edge is up to its unstable sort
-        found, wanted = found.sort().values, wanted.sort().values
-    assert torch.allclose(found, wanted, atol=1e-6)
+        result, expected = result.sort().values, expected.sort().values
+    assert torch.allclose(result, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("V", [2, 3, 7, 10, 12, 49, 100])

@@ -50,8 +50,8 @@ def test_accept_tree(case):
     case = {**case, "rows": min(case.get("rows", 4), MOST_ROWS)}
     for seed in SEEDS:
         arguments = cases.accept(seed, **case)
-        found = accept.accept_tree_triton(*tree_arguments(to_device(arguments)))
-        assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)))
+        result = accept.accept_tree_triton(*tree_arguments(to_device(arguments)))
+        assert_same_decisions(result, accept.accept_tree_host(*tree_arguments(arguments)))
 
 
 @pytest.mark.parametrize("drawn", [False, True], ids=["point", "drawn"])
@@ -62,10 +62,10 @@ def test_accept_tree_from_log_distributions(kind, drawn):
         case = cases.accept(seed, rows=6, nodes=8, vocabulary=23, drawn=drawn, **kind)
         case["uniforms"] *= 0.5  # long paths
         case["p"] = torch.randn(case["p"].shape, generator=g) * 2.0
-        found = accept.accept_tree_device(*tree_arguments(to_device(case)), True)
-        wanted = accept.accept_tree_host(*tree_arguments(case), True)
-        assert_same_decisions(found, wanted)
-        drift += int((wanted[3] > 1e-2).sum())
+        result = accept.accept_tree_device(*tree_arguments(to_device(case)), True)
+        expected = accept.accept_tree_host(*tree_arguments(case), True)
+        assert_same_decisions(result, expected)
+        drift += int((expected[3] > 1e-2).sum())
     assert drift > 3
 
 
@@ -74,16 +74,16 @@ def test_depth_and_branch_limits(kind):
     for seed, limits in enumerate([(0, 9), (1, 9), (2, 2), (9, 1)]):
         arguments = cases.accept(seed, rows=6, vocabulary=5, **kind)
         arguments["uniforms"] *= 0.5  # long paths
-        found = accept.accept_tree_triton(*tree_arguments(to_device(arguments))[:-2], *limits)
-        assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)[:-2], *limits))
+        result = accept.accept_tree_triton(*tree_arguments(to_device(arguments))[:-2], *limits)
+        assert_same_decisions(result, accept.accept_tree_host(*tree_arguments(arguments)[:-2], *limits))
 
 
 def test_mass_of_ids_out_of_range():
     far = 2**40  # a load from there would not go unnoticed
     near = cases.neighbours(0, lam=4.0)
     near["neighbours"][:, ::2] = torch.tensor([-1, 23, far, -far, 99])
-    found = neighbours.neighbour_mass_triton(**to_device(near), row=None).cpu()
-    assert torch.allclose(found.double(), neighbours.reference(**near), atol=1e-6) and (found > 0).any()
+    result = neighbours.neighbour_mass_triton(**to_device(near), row=None).cpu()
+    assert torch.allclose(result.double(), neighbours.reference(**near), atol=1e-6) and (result > 0).any()
     bad = torch.tensor([0, far, -far, 23, -1], device=DEVICE)
     assert neighbours.neighbour_mass_triton(**to_device({**near, "token": bad}), row=None)[1:].tolist() == [0.0] * 4
     assert neighbours.neighbour_mass_triton(**to_device(near), row=bad)[1:].tolist() == [0.0] * 4
@@ -99,8 +99,8 @@ def test_accept_tree_ten_thousand_cases(dtype):
     for seed in range(40):
         kind = ({}, {"drawn": True}, {"relaxed": True}, {"near": "lam"})[seed % 4]
         arguments = cases.accept(seed, rows=250, nodes=12, vocabulary=50, dtype=dtype, **kind)
-        found = accept.accept_tree_triton(*tree_arguments(to_device(arguments)))
-        assert_same_decisions(found, accept.accept_tree_host(*tree_arguments(arguments)))
+        result = accept.accept_tree_triton(*tree_arguments(to_device(arguments)))
+        assert_same_decisions(result, accept.accept_tree_host(*tree_arguments(arguments)))
 
 
 def test_out_of_range_token_rejected():
@@ -115,22 +115,22 @@ def test_out_of_range_token_rejected():
 @pytest.mark.parametrize("case", cases.NEIGHBOURS, ids=ids(cases.NEIGHBOURS))
 def test_neighbour_mass(case):
     arguments = cases.neighbours(0, **case)
-    found = neighbours.neighbour_mass_triton(**to_device({"row": None, **arguments}))
-    assert torch.allclose(found.cpu().double(), neighbours.reference(**arguments), atol=1e-6)
+    result = neighbours.neighbour_mass_triton(**to_device({"row": None, **arguments}))
+    assert torch.allclose(result.cpu().double(), neighbours.reference(**arguments), atol=1e-6)
 
 
 @pytest.mark.parametrize("case", cases.GROUPS, ids=ids(cases.GROUPS))
 def test_grouped_mass(case):
     arguments = cases.groups(0, **case)
-    found = torch.stack(groups.grouped_mass_triton(**to_device(arguments)), 1)
-    assert torch.allclose(found.cpu().double(), groups.reference(**arguments), atol=1e-6)
+    result = torch.stack(groups.grouped_mass_triton(**to_device(arguments)), 1)
+    assert torch.allclose(result.cpu().double(), groups.reference(**arguments), atol=1e-6)
 
 
 def check_commit(arguments):
-    wanted = commit.reference(**arguments)
+    expected = commit.reference(**arguments)
     kv = [t.to(DEVICE) for t in arguments.pop("kv")]
     commit.commit_kv_triton(kv, **to_device(arguments))
-    assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(kv, wanted))
+    assert all(torch.equal(ours.cpu(), theirs) for ours, theirs in zip(kv, expected))
 
 
 @pytest.mark.parametrize("case", cases.COMMIT, ids=ids(cases.COMMIT))
@@ -153,8 +153,8 @@ def test_commit_kv_stays_within_the_path(nodes, count):
 def test_ancestors(nodes):
     parent = cases.attention(nodes, rows=3, nodes=nodes)["parent"]
     parent[2, nodes // 2 :] = -1
-    found = growth.ancestors_triton(parent.to(DEVICE), nodes - 1)
-    assert found.dtype == torch.bool and torch.equal(found.cpu(), growth.ancestors_host(parent, nodes - 1))
+    result = growth.ancestors_triton(parent.to(DEVICE), nodes - 1)
+    assert result.dtype == torch.bool and torch.equal(result.cpu(), growth.ancestors_host(parent, nodes - 1))
     wild = torch.tensor([[-1, 1, 99, -7]], device=DEVICE)  # no sound tree: an answer all the same
     assert growth.ancestors_triton(wild, 3)[0].cpu().tolist() == torch.eye(4, dtype=torch.bool).tolist()
 
@@ -163,10 +163,10 @@ def test_ancestors(nodes):
 def test_tree_attention(case, splits=2):
     arguments = to_device({"start": None, "scaling": None, **cases.attention(0, **case)})
     arguments["ancestors"] = growth.ancestors(arguments.pop("parent"))
-    wanted = attention.reference(**arguments)
+    expected = attention.reference(**arguments)
     # 16-bit outputs are rounded, and tensor cores round the weights: two units in the last place of values near one.
-    tolerance = 1e-5 if wanted.dtype == torch.float32 else 2e-2
-    assert torch.allclose(attention.tree_attention_triton(**arguments, splits=splits), wanted, atol=tolerance)
+    tolerance = 1e-5 if expected.dtype == torch.float32 else 2e-2
+    assert torch.allclose(attention.tree_attention_triton(**arguments, splits=splits), expected, atol=tolerance)
 
 
 def test_tree_attention_views():
@@ -177,13 +177,13 @@ def test_tree_attention_views():
     wide = torch.ones(3, 7, 9, dtype=torch.bool, device=DEVICE)
     wide[:, 1:6, 2:7] = own
     given = {"length": table[:, 0], "start": table[:, 1], "scaling": None}
-    wanted = attention.reference(**arguments, **given, ancestors=own)
+    expected = attention.reference(**arguments, **given, ancestors=own)
     for seen in (wide[:, 1:6, 2:7], own.transpose(1, 2).contiguous().transpose(1, 2)):
-        found = attention.tree_attention_triton(**arguments, **given, ancestors=seen)
-        assert torch.allclose(found, wanted, atol=1e-5)
+        result = attention.tree_attention_triton(**arguments, **given, ancestors=seen)
+        assert torch.allclose(result, expected, atol=1e-5)
     given["ancestors"] = own[:1].expand(3, -1, -1)
-    one, wanted = (call(**arguments, **given) for call in (attention.tree_attention_triton, attention.reference))
-    assert torch.allclose(one, wanted, atol=1e-5)
+    one, expected = (call(**arguments, **given) for call in (attention.tree_attention_triton, attention.reference))
+    assert torch.allclose(one, expected, atol=1e-5)
 
 
 WARPS = [(case, False, scores) for case in cases.WARP for scores in (False, True)]
@@ -202,7 +202,7 @@ def test_guided_warp(case, blocks, scores, monkeypatch):
         case = {**case, "rows": min(case.get("rows", 2), most)}
     arguments = cases.warp(0, **case)
     full = {"guidance": 1.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "scores": scores, **arguments}
-    found = warp.guided_warp_triton(**to_device(full)).cpu()
-    wanted = warp.reference(**full)
+    result = warp.guided_warp_triton(**to_device(full)).cpu()
+    expected = warp.reference(**full)
     never = float("-inf") if scores else 0.0
-    assert torch.equal(found > never, wanted > never) and torch.allclose(found, wanted, atol=1e-6)
+    assert torch.equal(result > never, expected > never) and torch.allclose(result, expected, atol=1e-6)

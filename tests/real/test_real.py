@@ -28,8 +28,8 @@ def loaded(request):
 
 def prompts(count):
     """Prompts of different kinds."""
-    found = bench_text.read_prompts(None)
-    return [prompt.prompt for prompt in found[:: max(len(found) // count, 1)]][:count]
+    result = bench_text.read_prompts(None)
+    return [prompt.prompt for prompt in result[:: max(len(result) // count, 1)]][:count]
 
 
 def encode(tokenizer, texts):
