@@ -283,23 +283,23 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
         found, name = drafter(joined(name, options), model)
         merges = found is not None and not found.traits.counts_nodes  # other drafters copy anyway
         return load("visspec.models.lookup.merged:MergedDrafter")(found) if merges else found, name
-    known, shipped = table("drafter"), included.table().drafters
+    entries, shipped = table("drafter"), included.table().drafters
     if name in table("order"):
         raise ValueError(f"drafter: {name!r} is an order of decoding. Pass order={name!r}.")
     if not is_named(name):
         if not (Path(name).is_dir() or hub.names(name)):
             raise ValueError(
                 f"drafter: got {str(spec)!r}, expected a checkpoint folder, a hub id or a name of `visspec list"
-                f" drafters`, such as {nearest(name, [*known, *shipped])}."
+                f" drafters`, such as {nearest(name, [*entries, *shipped])}."
             )
         folder = hub.resolve_folder(name)
         return from_folder(folder, model, options, family), Path(name).name
-    if name in known and known[name].checkpoint:
+    if name in entries and entries[name].checkpoint:
         own = included.made_for(name, model)
-        if own is None and any(p.default is Parameter.empty for p in signature(known[name].load()).parameters.values()):
-            beside = own_drafter(model)
-            if beside is not None and isinstance(
-                found := from_folder(beside, model, options, family), drafter_class(name)
+        if own is None and any(p.default is Parameter.empty for p in signature(entries[name].load()).parameters.values()):
+            own_folder = own_drafter(model)
+            if own_folder is not None and isinstance(
+                found := from_folder(own_folder, model, options, family), drafter_class(name)
             ):
                 return found, name
             raise ValueError(f"drafter: {str(spec)!r} must be trained first. Pass the folder of its weights.")

@@ -106,7 +106,7 @@ class OutOfOrderDecoder:
         end = min(n % self.columns + window, self.columns) - n % self.columns
         return self.free[n - self.columns : n - self.columns + end] if n >= self.columns else []
 
-    def step(self, wanted: list[Places]) -> None:
+    def step(self, places_by_row: list[Places]) -> None:
         """Run one pass that generates the wanted positions of each row, from the fresh tokens and the predecessors of
         the wanted positions.
 
@@ -114,17 +114,17 @@ class OutOfOrderDecoder:
         No other token attends to this replacement, and the position is run again when it is final.
         """
         final, extra = [], []
-        for b, places in enumerate(wanted):
+        for b, places in enumerate(places_by_row):
             final.append(set(self.due(b) if places else ()))
             sources = {u - 1: self.above.get(u, u - 1) for u in places if u > 0 and u - 1 not in final[b]}
             final[b] |= {t for t in sources if self.cached[b][t]}
             extra.append({t: t if self.known[b][t] else s for t, s in sources.items() if t not in final[b]})
         distributions, at = self._run(final, extra)
-        for b, places in enumerate(wanted):
+        for b, places in enumerate(places_by_row):
             self.fresh[b] = list(places) or self.fresh[b]
-        pairs, ran = [(b, u) for b, places in enumerate(wanted) for u in places], [bool(nodes) for nodes in at]
+        pairs, ran = [(b, u) for b, places in enumerate(places_by_row) for u in places], [bool(nodes) for nodes in at]
         self.decide(pairs, self._after(distributions, at, pairs), self.pass_number(any(ran)))
-        self.record([len(places) for places in wanted], ran)
+        self.record([len(places) for places in places_by_row], ran)
 
     def score_draft(self, drafted_BN: Tensor) -> Tensor:
         """Run one pass over a drafted image, treated as final. Returns the distributions of its codes, (B, N, V)."""
