@@ -283,20 +283,20 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
         found, name = drafter(joined(name, options), model)
         merges = found is not None and not found.traits.counts_nodes  # other drafters copy anyway
         return load("visspec.models.lookup.merged:MergedDrafter")(found) if merges else found, name
-    entries, shipped = table("drafter"), included.table().drafters
+    names, shipped = table("drafter"), included.table().drafters
     if name in table("order"):
         raise ValueError(f"drafter: {name!r} is an order of decoding. Pass order={name!r}.")
     if not is_named(name):
         if not (Path(name).is_dir() or hub.names(name)):
             raise ValueError(
                 f"drafter: got {str(spec)!r}, expected a checkpoint folder, a hub id or a name of `visspec list"
-                f" drafters`, such as {nearest(name, [*entries, *shipped])}."
+                f" drafters`, such as {nearest(name, [*names, *shipped])}."
             )
         folder = hub.resolve_folder(name)
         return from_folder(folder, model, options, family), Path(name).name
-    if name in entries and entries[name].checkpoint:
+    if name in names and names[name].checkpoint:
         own = included.made_for(name, model)
-        if own is None and any(p.default is Parameter.empty for p in signature(entries[name].load()).parameters.values()):
+        if own is None and any(p.default is Parameter.empty for p in signature(names[name].load()).parameters.values()):
             own_folder = own_drafter(model)
             if own_folder is not None and isinstance(
                 found := from_folder(own_folder, model, options, family), drafter_class(name)
