@@ -21,7 +21,7 @@ from visspec.toys.world.captions import NUMBERS, PLACES
 from visspec.toys.world.palette import CLASSES, COLOURS
 from visspec.toys.world.scene import HELD_OUT_SEED, scene_from_seed
 
-NAME, SCENES = "captioner-smollm2", int(os.environ.get("SCENES", 16))
+NAME, SCENES = "captioner-smollm2", int(os.environ.get("SCENES", 32))
 LANGUAGE, WEIGHTS = included.PUBLISHED / "smollm2", included.folder(NAME) / "model.safetensors"
 THING = re.compile(rf"(small|large) ({'|'.join(COLOURS)}) ({'|'.join(CLASSES)})")
 PLACE = re.compile("|".join(PLACES))
