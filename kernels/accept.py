@@ -268,12 +268,12 @@ def _accept_tree_kernel(  # noqa: C901
             tried = tl.full((), 0, tl.int32) + n
             x = tl.load(tokens + row * N + n).to(tl.int64)
             draft = drafts + (tl.full((), 0, tl.int64) + n) * V
-            in_range = (x >= 0) & (x < V)
-            safe = tl.where(in_range, x, 0)
+            in_vocabulary = (x >= 0) & (x < V)
+            safe = tl.where(in_vocabulary, x, 0)
             law = laws + cur.to(tl.int64) * V
             px = tl.load(law + safe).to(tl.float64)
             earlier = (parents == parent_n) & (nodes < n)
-            valid = in_range
+            valid = in_vocabulary
             qx = tl.full((), 1.0, tl.float64)
             room = px
             remaining = left
@@ -285,7 +285,7 @@ def _accept_tree_kernel(  # noqa: C901
                 exact = tl.minimum(room / tl.maximum(left * qx, TINY), 1.0)
             else:
                 twins = tl.sum((earlier & (drafted == x)).to(tl.int32))
-                valid = in_range & (twins == 0)
+                valid = in_vocabulary & (twins == 0)
                 remaining = 1.0 - spent
                 exact = tl.minimum(px / tl.maximum(remaining, TINY), 1.0)
             share = qx

@@ -130,10 +130,10 @@ def check_metadata(metadata: object) -> dict:
 
 
 def _check_position(position: object, i: int, key: str) -> None:
-    relations = ("left of", "right of", "above", "below")
+    allowed = ("left of", "right of", "above", "below")
     pair = position if isinstance(position, list) and len(position) == 2 else [None, None]
-    if pair[0] not in relations or not isinstance(pair[1], int) or not 0 <= pair[1] < i:
-        raise ValueError(f"metadata's {key}[{i}] needs 'position' [one of {relations}, index of an earlier object]")
+    if pair[0] not in allowed or not isinstance(pair[1], int) or not 0 <= pair[1] < i:
+        raise ValueError(f"metadata's {key}[{i}] needs 'position' [one of {allowed}, index of an earlier object]")
 
 
 def write_prompt(root: str | Path, index: int, metadata: dict) -> Path:

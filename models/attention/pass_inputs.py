@@ -1,4 +1,4 @@
-"""Inputs of one pass of a stock model: a cache over our slots, and what a draft's nodes attend to; also hooks.
+"""Inputs of one pass of a stock model: a cache over our slots, what a draft's nodes attend to, and hooks.
 
 `SlotLayers` is our slot-addressed cache with the interface of a transformers `Cache`, which models write into
 unmodified. `Masks` builds the attention arguments of a pass over a draft: a mask, or where `draft_attention` needs
@@ -503,7 +503,7 @@ class DecoderRecorder(ModuleHooks):
         return [
             self.decoder.register_forward_pre_hook(self._before_call, with_kwargs=True),
             self.decoder.register_forward_hook(self._after_call),
-            *([] if self.last is None else [self.last.register_forward_hook(self._leaving_last)]),
+            *([] if self.last is None else [self.last.register_forward_hook(self._after_last_layer)]),
         ]
 
     def _before_call(self, module, args, kwargs=None) -> None:
@@ -514,6 +514,6 @@ class DecoderRecorder(ModuleHooks):
         if self.is_caller:
             self.seen["last_hidden_state"] = getattr(output, "last_hidden_state", None)
 
-    def _leaving_last(self, module, args, output) -> None:
+    def _after_last_layer(self, module, args, output) -> None:
         if self.is_caller:
             self.seen["before_norm"] = output[0] if isinstance(output, tuple) else output

@@ -223,7 +223,7 @@ class CandidateSelector(Sequential):
 # --- published configurations -----------------------------------------------------------------------------------------
 
 
-def sequential_of(folder: Path, kind: str, entries: dict, vocab: int, few: int, table: Tensor) -> Sequential | None:
+def sequential_of(folder: Path, kind: str, fields: dict, vocab: int, few: int, table: Tensor) -> Sequential | None:
     """Build the head of a checkpoint, without weights, from its configuration; None if it has none.
 
     Raises ValueError if it is unsupported.
@@ -233,22 +233,22 @@ def sequential_of(folder: Path, kind: str, entries: dict, vocab: int, few: int, 
         few: Size of its own vocabulary, 0: all ids.
         table: The target's embeddings, at least (V, d).
     """
-    hidden, nested = table.shape[1], "speculators_model_type" in entries
+    hidden, nested = table.shape[1], "speculators_model_type" in fields
     if kind == "dflash":
         return None
     if kind == "dflash2":
-        sizes: list[Any] = [entries.get(name, default if nested else None) for name, default in SELECTOR.items()]
+        sizes: list[Any] = [fields.get(name, default if nested else None) for name, default in SELECTOR.items()]
         for name, size in zip(SELECTOR, sizes):
             check_whole(name, size, 1, vocab)
         return CandidateSelector(vocab, hidden, *sizes)
     if kind == "domino":
-        prefix = entries.get("pure_draft_prefix_len", 0)
-        return Domino(vocab, table, entries["gru_hidden_dim"], entries["emb_dim"], prefix)
-    rank, named = entries.get("markov_rank", 256 if nested else 0) or 0, entries.get("markov_head_type", KINDS[0])
+        prefix = fields.get("pure_draft_prefix_len", 0)
+        return Domino(vocab, table, fields["gru_hidden_dim"], fields["emb_dim"], prefix)
+    rank, named = fields.get("markov_rank", 256 if nested else 0) or 0, fields.get("markov_head_type", KINDS[0])
     if rank and named not in KINDS:
         raise ValueError(f"drafter: markov_head_type of {folder} is {shorten(named)}, expected {', '.join(KINDS)}.")
-    has = entries.get("enable_confidence_head", nested or bool(entries.get("confidence_head_alpha")))
-    with_markov = entries.get("confidence_head_with_markov", nested)
+    has = fields.get("enable_confidence_head", nested or bool(fields.get("confidence_head_alpha")))
+    with_markov = fields.get("confidence_head_with_markov", nested)
     if has and with_markov and not rank:
         raise ValueError(f"drafter: markov_rank of {folder} is 0, expected a positive one for its confidence head.")
     if not (rank or has):

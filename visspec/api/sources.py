@@ -43,8 +43,8 @@ class Record:
 class RecordStream(Iterator[Record]):
     """An iterator of records. `total` is their number, or None if it is unknown."""
 
-    def __init__(self, records: Iterator[Record], total: int | None):
-        self._found, self.total = records, total
+    def __init__(self, iterator: Iterator[Record], total: int | None):
+        self._found, self.total = iterator, total
 
     def __next__(self) -> Record:
         return next(self._found)
@@ -105,10 +105,10 @@ def _rows(path: Path) -> int | None:
         return None
 
 
-def _to_the_end(source: str, records: Iterator[Record]) -> Iterator[Record]:
+def _to_the_end(source: str, iterator: Iterator[Record]) -> Iterator[Record]:
     count = 0
     try:
-        for record in records:
+        for record in iterator:
             count += 1
             yield record
     except Exception as error:

@@ -71,8 +71,8 @@ def random_decoder(name: str, device: str, dtype: torch.dtype, room: int) -> Pre
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
         with torch.no_grad():
-            table = torch.nn.init.normal_(model.model.embed_tokens.weight, std=4.0)
-            model.lm_head.weight.copy_(table.roll(1, 0) / config.hidden_size**0.5)
+            weight = torch.nn.init.normal_(model.model.embed_tokens.weight, std=4.0)
+            model.lm_head.weight.copy_(weight.roll(1, 0) / config.hidden_size**0.5)
     model.generation_config = GenerationConfig(pad_token_id=0)
     return model
 
@@ -165,10 +165,10 @@ class SizeCase:
         built = build()
 
         def arm(prompt: Prompt) -> speed.ArmRun:
-            oracle, run = build() if adaptive else built
+            oracle, measure = build() if adaptive else built
             vocabulary = self.model.config.vocab_size
             oracle.drafts_BT = with_errors(self.answer(prompt), acceptance, vocabulary, seed=prompt[0])
-            return run(prompt)
+            return measure(prompt)
 
         return arm
 

@@ -125,8 +125,8 @@ def pipeline(arguments: Options) -> ImagePipeline:
     from visspec.api.images.pipeline import ImagePipeline
 
     names = (*CHOSEN, "preset", "batch_invariant")
-    settings = {name: value for name in names if (value := getattr(arguments, name))}
-    return ImagePipeline.from_pretrained(arguments.model, **settings, **arguments.hardware)
+    options = {name: value for name in names if (value := getattr(arguments, name))}
+    return ImagePipeline.from_pretrained(arguments.model, **options, **arguments.hardware)
 
 
 def settings(arguments: Options) -> dict[str, Any]:

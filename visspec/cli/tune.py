@@ -191,17 +191,17 @@ def ways(pipe: ImagePipeline, rule: str) -> dict[str, str]:
     return {str(preset): str(preset) for preset in registry.presets(draws).values() if not preset.parts}
 
 
-def measure_ways(pipe: ImagePipeline, texts: list[str], ways: dict[str, str], seed: int) -> dict[str, Any]:
+def measure_ways(pipe: ImagePipeline, texts: list[str], arms: dict[str, str], seed: int) -> dict[str, Any]:
     """Return the record: `rows` of all methods on the first half of the prompts, and the choice."""
     half = len(texts) // 2
-    record = bench(pipe, texts[:half], ways, {}, seed)
+    record = bench(pipe, texts[:half], arms, {}, seed)
     rows = {row["name"]: row for row in record["rows"]}
     for row in rows.values():
         row |= {"predicted_speedup": row["over_plain"], "predicted_ci95": row["over_plain_ci95"]}
     plain = rows["plain"] | {"measured_speedup": 1.0, "measured_ci95": [1.0, 1.0]}
     drafting = [row for name, row in rows.items() if name != "plain"]
     best = [row["name"] for row in sorted(drafting, key=lambda row: -row["over_plain"])][:FINALISTS]
-    for row in bench(pipe, texts[half:], {name: ways[name] for name in best}, {}, seed + half)["rows"] if best else ():
+    for row in bench(pipe, texts[half:], {name: arms[name] for name in best}, {}, seed + half)["rows"] if best else ():
         rows[row["name"]] |= {"measured_speedup": row["over_plain"], "measured_ci95": row["over_plain_ci95"]}
     winner = max((rows[name] for name in best), key=lambda row: row["measured_speedup"], default=plain)
     pays = winner["measured_speedup"] >= PAYS

@@ -235,16 +235,16 @@ class TokenBuffer:
         them. Returns how many were added.
         """
         request, tokens = self.request.of(row)[0], self.tokens[row]
-        start = len(tokens)
+        first = len(tokens)
         for token in new_tokens:
             tokens.append(token)
             ended = token in request.eos or len(tokens) >= request.max_new_tokens
             if ended or (request.stop is not None and request.stop(self.ids(row))):
                 self.finished.add(row)
                 break
-        if request.on_tokens is not None and request.on_tokens(tokens[start:]):
+        if request.on_tokens is not None and request.on_tokens(tokens[first:]):
             self.finished.add(row)
-        return len(tokens) - start
+        return len(tokens) - first
 
     def record(self, row: int, b: int, path: list[int], count: int, scores: Scores) -> None:
         """Store the distributions of the tokens just added, if the request asks for them."""

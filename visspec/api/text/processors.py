@@ -168,9 +168,9 @@ class Copies(RowProcessor):
         del path[common([token for token, _ in path], tokens[:-1]) :]
         scores = scores_V[None]
         for at in range(len(path), len(tokens)):
-            copy = fork(path[-1][1] if path else self.fresh)
-            scores = copy(ids_L[None, : self.start + at], scores_V[None].clone())
-            path.append((tokens[at], copy))
+            forked = fork(path[-1][1] if path else self.fresh)
+            scores = forked(ids_L[None, : self.start + at], scores_V[None].clone())
+            path.append((tokens[at], forked))
         return scores[0]
 
 

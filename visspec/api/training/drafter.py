@@ -325,12 +325,12 @@ def what_is_seen(
     data: TrainingData, count: int, validating: int, options: TrainingOptions, lessons: int, answers: str
 ) -> str:
     """Return a sentence on how much of the data a run sees, and whose answers it trains on."""
-    requests = requests_of(options, lessons) * options.batch
+    items_seen = requests_of(options, lessons) * options.batch
     whose = "the data's own answers" if answers == "own" else "the target's answers"
     if answers == "target" and data.answers:
         whose += f", not on the {data.answers:,} of the data (--answers own)"
     return (
-        f"{options.steps:,} steps see {min(requests, count):,} of {count:,} items ({requests / count:.2g} epochs),"
+        f"{options.steps:,} steps see {min(items_seen, count):,} of {count:,} items ({items_seen / count:.2g} epochs),"
         f" {validating:,} validate; they train on {whose}"
     )
 

@@ -91,31 +91,31 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
     arguments["preset"] = options.get("preset") or "image-eagle"
     if options.get("prompts") is None and target not in included.table().models:
         raise ValueError("prompts: got none. Pass --prompts FILE with a prompt on each line, or --data for text.")
-    request, plan, recipe = begin(arguments, TEXT_ONLY, "codes")
-    name, prompts, rows, seed = request.preset, request.prompts, request.rows, request.seed
-    planned = options_of(request, plan)
-    device, several = device_of(request)
+    training, plan, recipe = begin(arguments, TEXT_ONLY, "codes")
+    name, prompts, rows, seed = training.preset, training.prompts, training.rows, training.seed
+    planned = options_of(training, plan)
+    device, several = device_of(training)
     texts = None if prompts is None else sources.texts(prompts)
     if isinstance(target, ImagePipeline):
         pipe, where = target, str(getattr(target.model.config, "name_or_path", ""))
     else:
-        remote, where = request.trust_remote_code, str(target)
-        pipe = ImagePipeline.from_pretrained(where, device=device, dtype=request.dtype, trust_remote_code=remote)
+        remote, where = training.trust_remote_code, str(target)
+        pipe = ImagePipeline.from_pretrained(where, device=device, dtype=training.dtype, trust_remote_code=remote)
     family = pipe.family
     if family.draws != "codes":
         raise ValueError(f"target: {family.name} draws {family.draws}, expected one that draws code after code.")
     texts = texts or [row["prompt"] for row in included.scenes(None, pipe.processor, "prompts").prompts()]
-    layout = family.layout(request.height, request.width)
+    layout = family.layout(training.height, training.width)
     grid = {"rows": layout.grid[0], "columns": layout.positions // layout.grid[0]}
-    resumed = request.resume and checkpoint(out) is not None
+    resumed = training.resume and checkpoint(out) is not None
     lessons, kind = lessons_of(out, resumed, planned, several), registry.drafter_class(recipe.kind)
-    drafter = fresh_or_resumed(family, out, resumed, seed, kind, **{**recipe.network, **grid, **network_of(request)})
-    eval_rows = request.eval_rows
+    drafter = fresh_or_resumed(family, out, resumed, seed, kind, **{**recipe.network, **grid, **network_of(training)})
+    eval_rows = training.eval_rows
     digest = f"{len(texts)} prompts, sha256 {hashlib.sha256(chr(10).join(texts).encode()).hexdigest()[:16]}"
     shared = {"target": Path(where).name, "data": digest, "answers": "target", "dtype": str(pipe.model.dtype), **grid}
     record = provenance(pipe.model, seed=seed, target=where, data=str(prompts), recipe="train_drafter", preset=name)
     record["settings"] = {**shared, "eval_rows": eval_rows, "preset": name}
-    record["settings"] |= {"layers": request.layers, "intermediate": request.intermediate}
+    record["settings"] |= {"layers": training.layers, "intermediate": training.intermediate}
     order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
     texts, validating = [texts[n] for n in order], max(1, min(int(HELD_OUT * len(texts)), eval_rows))
     capturing = CaptureTarget(family)
@@ -132,9 +132,9 @@ def run(target: str | ImagePipeline, out: str | Path, **options: Any) -> list[di
 
     training_prompts = ImagePrompts(pipe, layout, texts[validating:] or texts, rows, seed)
     trainer = Trainer(capturing, drafter, Exact(), training_prompts, planned, out, record, validate, several)
-    if request.store is not None:
+    if training.store is not None:
         settings = {**shared, "batch": rows, "seed": seed}
-        keep_answers(trainer, request.store, settings, requests_of(planned, lessons))
-    history = train(trainer, request.resume)
+        keep_answers(trainer, training.store, settings, requests_of(planned, lessons))
+    history = train(trainer, training.resume)
     drafter_export.finish(trainer, history, validating, use=USE)
     return history
