@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -45,6 +46,7 @@ from visspec.types import Acceptance, Request, Target
 RUN, OPTIMISER, PROGRESS, PROVENANCE = "run", "optimiser.safetensors", "progress.json", "provenance.json"
 DRAFTER = "drafter"  # folder of the drafter's weights in a checkpoint
 POINTS = 200  # maximum number of points of a run's curve
+LAW_ROWS = 256  # rows of the target's logits at a time, if the drafter predicts only some ids
 READS = 10  # steps between reads of the loss from an accelerator, which synchronise
 PATIENCE = 10  # maximum number of consecutive updates skipped because of non-finite gradients
 FREE = ("save_every", "keep")  # options that a resumed run may change, since they don't affect weights
@@ -64,26 +66,28 @@ class Step(nn.Module):
         (drafter,), plan, ids = self._drafter, self.plan, self._drafter[0].ids
         with self._autocast(batch):
             rollout = drafter.rollout(batch, plan.unroll)
-        weights = [step.weight for step in rollout]
+        weights, width = [step.weight for step in rollout], batch.width
         if ids is not None:  # distributions over these ids, where the target's choice is among them (EAGLE-3)
-            inside_BT = torch.isin(batch.best, ids)
+            inside_BT, width = torch.isin(batch.best, ids), len(ids)
             weights = [weight * inside_BT for weight in weights]
         states_NX = batch.states.flatten(0, 1)
 
         def law(part: slice) -> Tensor:
-            logits_NV = batch.law(states_NX[part])
-            return logits_NV if ids is None else logits_NV[:, ids]
+            if ids is None:
+                return batch.law(states_NX[part])
+            return torch.cat([batch.law(piece_NX)[:, ids] for piece_NX in states_NX[part].split(LAW_ROWS)])
 
         each = partial(self._each, batch, kind, [plan.decay**k for k in range(len(rollout))])
         parameters = [p for p in self.head.parameters() if p.requires_grad]
-        return losses.rollout_loss(rollout, weights, law, each, batch.width, parameters)
+        with torch.autocast(batch.ids.device.type, enabled=False):  # keeps the chunks' cached casts of weights
+            return losses.rollout_loss(rollout, weights, law, each, width, parameters)
 
     def _autocast(self, batch: TrainingBatch) -> torch.autocast:
         return torch.autocast(batch.ids.device.type, torch.bfloat16, enabled=self.plan.autocast)
 
     def _each(self, batch: TrainingBatch, kind: str, decays: list[float], chunk: losses.Chunk) -> tuple[Tensor, Tensor]:
         (drafter,), plan, start, count = self._drafter, self.plan, batch.prompt_length, batch.best.shape[1]
-        k, part, states_Nd, p_NV = chunk
+        k, part, states_Nd, p_NV, best_N = chunk
         before_N, after_N = (batch.ids[:, start + i :][:, :count].flatten()[part] for i in (0, 1))
         with self._autocast(batch):
             q_NV = drafter.trained_logits(states_Nd, before_N)
@@ -97,8 +101,8 @@ class Step(nn.Module):
             loss_N = loss_N + plan.confidence_weight * losses.confidence(expected_N, q_NV, p_NV)
         if k == 0 and plan.selector_weight:
             scores_NC, ids_NC = self.head.sequential.scores(q_NV, states_Nd, before_N, after_N)
-            loss_N = loss_N + plan.selector_weight * losses.soft_ce(scores_NC, p_NV.gather(-1, ids_NC))
-        best_N = p_NV.argmax(dim=-1)
+            share_NC = F.normalize(p_NV.gather(-1, ids_NC), p=1, dim=-1)
+            loss_N = loss_N + plan.selector_weight * losses.soft_ce(scores_NC, share_NC)
         return loss_N, q_NV.argmax(dim=-1) == best_N
 
 

@@ -19,16 +19,16 @@ from torch import Tensor
 
 from visspec.train.batches import Rollout
 
-ELEMENTS = 1 << 24  # maximum number of logits in a chunk: 64 MB in float32
+ELEMENTS = 1 << 22  # maximum number of logits in a chunk on a CPU, for its cache; four times as many elsewhere
 
 
 def _per_token(formula: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Apply a formula to both logits in at least float32, compiled on a GPU. Only q gets a gradient."""
+    """Apply a formula to logits of q and to p, in the wider of their dtypes, compiled on a GPU. Only q gets a gradient."""
 
     @functools.wraps(formula)
-    def loss(q_logits: Tensor, p_logits: Tensor) -> Tensor:
-        kind = torch.promote_types(q_logits.dtype, torch.float32)
-        q, p = q_logits.to(kind), p_logits.detach().to(kind).expand_as(q_logits)
+    def loss(q_logits: Tensor, p: Tensor) -> Tensor:
+        kind = torch.promote_types(q_logits.dtype, p.dtype)
+        q, p = q_logits.to(kind), p.detach().to(kind).expand_as(q_logits)
         p = p.clone() if p.is_inference() else p  # compiled code saves it for the backward pass
         return (_compiled(formula) if q.is_cuda else formula)(q, p)
 
@@ -43,20 +43,18 @@ def _compiled(formula: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, 
 @_per_token
 def tv(q: Tensor, p: Tensor) -> Tensor:
     """Return the total variation, half of sum |p - q|: (..., V) -> (...)."""
-    return (q.softmax(dim=-1) - p.softmax(dim=-1)).abs().sum(dim=-1) / 2
+    return (q.softmax(dim=-1) - p).abs().sum(dim=-1) / 2
 
 
 @_per_token
 def kl(q: Tensor, p: Tensor) -> Tensor:
     """Return KL(p | q) = sum p (log p - log q), in nats; entries with p = 0 contribute 0: (..., V) -> (...)."""
-    log_p, log_q = p.log_softmax(dim=-1), q.log_softmax(dim=-1)
-    return torch.where(log_p > float("-inf"), log_p.exp() * (log_p - log_q), 0).sum(dim=-1)
+    return torch.where(p > 0, p * (p.log() - q.log_softmax(dim=-1)), 0).sum(dim=-1)
 
 
 @_per_token
 def soft_ce(q: Tensor, p: Tensor) -> Tensor:
     """Return the cross-entropy of q under p, - sum p log q, in nats: (..., V) -> (...)."""
-    p = p.softmax(dim=-1)
     return -torch.where(p > 0, p * q.log_softmax(dim=-1), 0).sum(dim=-1)
 
 
@@ -76,7 +74,8 @@ class Chunk(NamedTuple):
     step: int
     part: slice  # of the batch flattened to (B * (M - 1),)
     states: Tensor  # (N, d)
-    p_logits: Tensor  # (N, V) of the target
+    p: Tensor  # (N, V) the target's distribution, in at least float32
+    best: Tensor  # (N,) its mode
 
 
 class _KnownGradient(torch.autograd.Function):
@@ -113,20 +112,23 @@ def rollout_loss(
     grads = [torch.zeros_like(leaf) for leaf in leaves]
     of_head: dict[Tensor, Tensor] = {}
     total, agreed, size = torch.zeros((), device=device), torch.zeros(len(steps), device=device), ELEMENTS // width + 1
+    size = size if device.type == "cpu" else 4 * size
     for start in range(0, len(leaves[0]), size):
         part = slice(start, start + size)
         p_logits = law(part)
+        p = p_logits.softmax(dim=-1, dtype=torch.promote_types(p_logits.dtype, torch.float32))
+        best = p_logits.argmax(dim=-1)
         for k in range(len(steps)):
             states = leaves[k][part].requires_grad_(graph)
-            loss_N, same_N = each(Chunk(k, part, states, p_logits))
+            loss_N, same_N = each(Chunk(k, part, states, p, best))
             loss = (loss_N * shares[k][part]).sum()
             total += loss.detach()
             agreed[k] += (same_N * shares[k][part]).sum()
             if graph:
                 grads[k][part], *of_parameters = torch.autograd.grad(loss, (states, *parameters), allow_unused=True)
-                for p, gradient in zip(parameters, of_parameters):
+                for weight, gradient in zip(parameters, of_parameters):
                     if gradient is not None:
-                        of_head[p] = of_head[p].add_(gradient) if p in of_head else gradient
+                        of_head[weight] = of_head[weight].add_(gradient) if weight in of_head else gradient
     if graph:
         gradients = [gradient.view_as(step.states) for gradient, step in zip(grads, steps)]
         total = _KnownGradient.apply(total, [*gradients, *of_head.values()], *(step.states for step in steps), *of_head)
@@ -138,7 +140,7 @@ def distance(predicted_Nd: Tensor, feature_Nd: Tensor) -> Tensor:
     return F.smooth_l1_loss(predicted_Nd.float(), feature_Nd.float(), reduction="none").mean(-1)
 
 
-def confidence(expected_N: Tensor, q_logits_NV: Tensor, p_logits_NV: Tensor) -> Tensor:
+def confidence(expected_N: Tensor, q_logits_NV: Tensor, p_NV: Tensor) -> Tensor:
     """Return the cross-entropy (N,) of predicted acceptance rates with 1 - TV(p, q) (DSpark, arXiv 2607.05147)."""
-    rate_N = 1 - tv(q_logits_NV.detach(), p_logits_NV)
+    rate_N = 1 - tv(q_logits_NV.detach(), p_NV)
     return F.binary_cross_entropy_with_logits(expected_N.float(), rate_N.clamp(0, 1), reduction="none")
