@@ -20,7 +20,7 @@ from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.image_drafter import CaptureTarget
-from visspec.train import losses
+from visspec.train import loop, losses
 from visspec.train.capture import capture, identity, split
 from visspec.train.loop import Step
 from visspec.train.options import TrainingOptions
@@ -114,7 +114,8 @@ def test_chunks_equal_whole(name, kind, monkeypatch):
     plan = TrainingOptions(**{"unroll": 3} | DRAFTERS.get(name, (None, {}))[1])
     drafter.head.train()
     result, sizes, measure = [], [], losses.KINDS[kind]
-    monkeypatch.setattr(losses, "ELEMENTS", 4 * whole.width)
+    monkeypatch.setattr(losses, "ELEMENTS", 4 * (whole.width if drafter.ids is None else len(drafter.ids)))
+    monkeypatch.setattr(loop, "LAW_ROWS", 3)
     monkeypatch.setitem(losses.KINDS, kind, lambda q, p: sizes.append(len(q)) or measure(q, p))
     for loss_of, lesson in ((Step(drafter, plan), states), (None, whole)):
         torch.manual_seed(0)  # of anchors

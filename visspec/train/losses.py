@@ -23,7 +23,7 @@ ELEMENTS = 1 << 22  # maximum number of logits in a chunk on a CPU, for its cach
 
 
 def _per_token(formula: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    """Apply a formula to logits of q and to p, in the wider of their dtypes, compiled on a GPU. Only q gets a gradient."""
+    """Apply a formula to logits of q and to p in the wider dtype, compiled on a GPU. Only q gets a gradient."""
 
     @functools.wraps(formula)
     def loss(q_logits: Tensor, p: Tensor) -> Tensor:
