@@ -349,7 +349,8 @@ def test_drafts_are_those_of_the_drafter(options, levels, standin, monkeypatch):
     launches = [2 + -(-depth // 4) for depth, _ in result[1]]
     assert standin.replays - replays == sum(launches) + 1  # with the verdict on the prompt's token
     assert max(launches) == 4
-    assert len(free(own)) == len({stores.number for stores in free(own)}) and quick.last_state.memory.lease is None
+    assert len(free(own)) == len({stores.number for stores in free(own)})
+    assert quick.last_state.memory.slots.lease is None
 
 
 def test_drafts_in_threads(standin, hurried):

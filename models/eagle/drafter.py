@@ -185,7 +185,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
 
     def finish(self, state: State) -> None:
         if self.recorder is not None and state.memory is not None:
-            self.recorder.finish(state.memory)
+            self.recorder.finish(state.memory.slots)
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         state.memory.join(other.memory, take)

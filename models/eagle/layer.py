@@ -23,11 +23,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from visspec.cache import first_room, more_room, move_rows, to_device, visibility, widen_store
+from visspec.cache import SlotCache, first_room, to_device, visibility
 from visspec.models.drafting.base import PendingInputs
 from visspec.models.eagle.head import EagleHead
 from visspec.models.layers import TINY, over_vocabulary, rotate, unit
-from visspec.models.runner.buffer_pool import BufferLease
 
 FOLD_LIMIT = 1 << 26  # largest folded embedding table, in numbers; beyond it embeddings are looked up and multiplied
 
@@ -43,40 +42,40 @@ class FeatureMemory(PendingInputs):
 
     def __init__(self, heads: int, first: list[int], answer: int = 0):
         super().__init__()
-        self.heads, self.answer = heads, answer
+        self.heads = heads
         self.positions = first  # position of each row's next element
-        self.lengths: list[int] = [0] * len(first)
+        self.slots = SlotCache(len(first), answer)  # with one store, (B, 2K, S, E): keys, then values
         self.image_bias: Tensor | None = None  # (B, d) term of the last global vector in a layer input
-        self.kv = torch.empty(0)
-        self.spare = 0  # rows allocated after those of `kv`, left by rows that ended
-        self.lease: BufferLease | None = None  # keeps others from a borrowed store
         self.table = torch.empty(0)  # rotations by position, for the current draft
 
+    @property
+    def lengths(self) -> list[int]:
+        return self.slots.lengths
+
     def write_prompt(self, kv_BTHE: Tensor, lengths: list[int], start: int = 0) -> None:
-        """Store the prompt's keys and values (B, T, 2H, E), packed to the left, from element `start` on.
+        """Store the prompt's keys and values (B, T, 2K, E), packed to the left, from element `start` on.
 
         Args:
             lengths: Lengths of the whole prompts.
         """
-        end = start + kv_BTHE.shape[1]
+        rows, width, heads, size = kv_BTHE.shape
         if start == 0:
-            room = first_room(max(end, *lengths), self.answer)
-            self.move_storage(kv_BTHE.new_zeros(kv_BTHE.shape[0], room, *kv_BTHE.shape[2:]), 0)
-            self.lengths = list(lengths)
-            self._measure()
-        self.kv[:, start:end] = kv_BTHE
+            room = first_room(max(width, *lengths), self.slots.answer)
+            self.slots.keys, self.slots.lengths = [kv_BTHE.new_zeros(rows, heads, room, size)], list(lengths)
+            self.update()
+        self.kv[:, start : start + width] = kv_BTHE
 
-    def move_storage(self, kv_BSHE: Tensor, spare: int) -> None:
-        """Continue in another store, which already holds the same contents and has `spare` more rows."""
-        self.kv, self.spare = kv_BSHE, spare
-        self._keys = self.kv[:, :, : self.heads].transpose(1, 2)
-        self._values = self.kv[:, :, self.heads :].transpose(1, 2)
+    def update(self) -> None:
+        """Update data derived from the store, and from the rows' lengths and positions."""
+        self.kv = self.slots.keys[0].transpose(1, 2)
+        self._keys, self._values = self.slots.keys[0].chunk(2, dim=1)
+        self._measure()
 
     def _measure(self) -> None:
         """Update data derived from the rows' lengths and positions."""
         device = self.kv.device
-        self.even = min(self.lengths) == max(self.lengths) and min(self.positions) == max(self.positions)
-        self.end = max(self.lengths)
+        self.even = self.slots.uniform and min(self.positions) == max(self.positions)
+        self.end = self.slots.length
         if not self.even:
             self._length_B = to_device(self.lengths, device)
             self._position_B = to_device(self.positions, device)
@@ -84,13 +83,8 @@ class FeatureMemory(PendingInputs):
 
     def reserve(self, slots: int) -> None:
         if self.kv.shape[1] < slots:
-            self._enlarge(len(self.kv), more_room(slots, self.kv.shape[1]))
-
-    def _enlarge(self, rows: int, room: int) -> None:
-        """Copy everything to a larger store and continue there."""
-        new = self.kv.new_zeros(rows, room, *self.kv.shape[2:])
-        new[: len(self.kv), : self.end] = self.kv[:, : self.end]
-        self.move_storage(new, 0)
+            self.slots.open(slots - self.end, self.kv.device)
+            self.update()
 
     def add(self, token_BT: Tensor, feature_BTF: Tensor, counts: list[int]) -> None:
         """Queue elements for later processing: counts[b] in row b, padded on the right."""
@@ -119,7 +113,7 @@ class FeatureMemory(PendingInputs):
 
     def advance(self, counts: list[int]) -> None:
         """Mark the first counts[b] elements of the block just written as processed."""
-        self.lengths = [n + c for n, c in zip(self.lengths, counts)]
+        self.slots.lengths = [n + c for n, c in zip(self.lengths, counts)]
         self.positions = [p + c for p, c in zip(self.positions, counts)]
         self._measure()
 
@@ -159,28 +153,20 @@ class FeatureMemory(PendingInputs):
         return self._attention(query_BHWE, part, extent, mask[:, None]).transpose(1, 2).reshape(rows * width, -1)
 
     def select(self, keep: list[int]) -> None:
-        spare = self.spare + len(self.lengths) - len(keep)
-        self.move_storage(move_rows(self.kv, keep, self.kv[:, : self.end]), spare)
-        self.lengths, self.positions = ([x[b] for b in keep] for x in (self.lengths, self.positions))
+        self.slots.select(keep)
+        self.positions = [self.positions[b] for b in keep]
         self.image_bias = None if self.image_bias is None else self.image_bias[keep]
         self.select_pending(keep)
-        self._measure()
+        self.update()
 
     def join(self, other: FeatureMemory, take: list[int]) -> None:
         """Add rows of another request's memory, in spare rows if there are enough."""
-        rows, total = len(self.lengths), len(self.lengths) + len(take)
-        longest = max(other.lengths[b] for b in take)
-        if self.spare >= len(take) and self.kv.shape[1] >= longest:
-            self.move_storage(widen_store(self.kv, total), self.spare - len(take))
-        else:
-            self._enlarge(total, max(self.kv.shape[1], other.kv.shape[1]))
-        self.kv[rows:, :longest] = other.kv[:, :longest][take]
         if self.image_bias is not None or other.image_bias is not None:
             self.image_bias = torch.cat([self._image_bias_like(other), other._image_bias_like(self)[take]])
-        self.lengths = self.lengths + [other.lengths[b] for b in take]
+        self.slots.join(other.slots, take, [0] * len(other.lengths))
         self.positions = self.positions + [other.positions[b] for b in take]
         self.join_pending(other, take)
-        self._measure()
+        self.update()
 
     def _image_bias_like(self, other: FeatureMemory) -> Tensor:
         """Return the rows' bias, or zeros if none of them has an image."""

@@ -220,19 +220,11 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
             return False
         with REPLAYING:
             try:
-                lease = memory.lease
-                memory.lease, (kv,) = self.acquire(lease, [memory.kv], 1, memory.end, room, stream(device))
-                if memory.lease is not lease:
-                    memory.move_storage(kv, memory.lease.stores.kind[0] - len(kv))
+                if self.move_in(memory.slots, room, stream(device)):
+                    memory.update()
             except Exception as error:
                 self._fail(error)
         return not self.refused
-
-    def finish(self, memory: FeatureMemory) -> None:
-        """Return the store of a request that has ended."""
-        if memory.lease is not None:
-            memory.move_storage(memory.kv.new_empty(len(memory.kv), 0, *memory.kv.shape[2:]), 0)
-            memory.lease = None
 
     def _block(self, token_BT: Tensor, feature_BTd: Tensor) -> tuple[Tensor, Tensor]:
         # padding is written after a row's last element, where later levels overwrite it
@@ -241,10 +233,10 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
 
     def _called(self, memory: FeatureMemory, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         token_BT, feature_BTd, numbers_BKV, offsets_3B, kv_BSHE, _, turns_PC2, shift_Bd, scale = inputs
-        assert memory.lease is not None
         args = [token_BT, feature_BTd, numbers_BKV, offsets_3B, shift_Bd, scale]
         weights = (turns_PC2, *self.layer.embed.parameters(), *self.layer.lm_head.parameters())
-        key = (memory.lease.stores.number, *(x.data_ptr() for x in weights), *((tuple(x.shape), x.dtype) for x in args))
+        kinds = ((tuple(x.shape), x.dtype) for x in args)
+        key = (memory.slots.lease.stores.number, *(x.data_ptr() for x in weights), *kinds)
         with REPLAYING, torch.cuda.device_of(kv_BSHE):
             if self.refused:
                 return self._plain(*inputs)

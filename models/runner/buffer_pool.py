@@ -2,7 +2,7 @@
 
 A graph holds addresses, so the recorder owns the buffers and lends them: a request's tensors move into buffers of the
 next *bucket* of slots, and into larger ones when they outgrow it. When the request ends, the buffers return to the
-pool, to be lent again with their recordings. Shapes: C rows of a buffer, R of a request, S slots.
+pool, to be lent again with their recordings. Shapes: C rows of a buffer, R of a request, H heads, S slots, E head size.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import itertools
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from visspec.cache import SlotCache
 from visspec.kernels.common import next_power_of_2
 from visspec.replay import Recordings
 from visspec.types import Request
@@ -43,10 +43,10 @@ def capacity(rows: int) -> int:
 
 @dataclass(eq=False)
 class KVBuffers:
-    """Tensors (C, ..., S, ...) whose addresses recordings hold.
+    """Tensors (C, H, S, E) whose addresses recordings hold.
 
     Args:
-        kind: C, S, the stream, and each tensor's layout.
+        kind: C, S, the stream, and each tensor's H, E, dtype and device.
     """
 
     kind: tuple
@@ -109,26 +109,37 @@ class GraphBufferPool(Recordings):
         while len(self.recordings) >= self.most:
             del self.recordings[next(iter(self.recordings))]
 
-    def acquire(
-        self, lease: BufferLease | None, old: Sequence[Tensor], dim: int, end: int, slots: int, queue: int
-    ) -> tuple[BufferLease, list[Tensor]]:
-        """Move a request's tensors, of which `end` slots are used, to buffers with room for `slots` slots. Returns the
-        lease and the tensors, unchanged if they are in such buffers already.
+    def move_in(self, slots: SlotCache, room: int, queue: int) -> bool:
+        """Move a request's keys and values to buffers with room for `room` slots. Returns False if they are in such
+        buffers already.
+        """
+        old, rows, half = [*slots.keys, *slots.values], len(slots.lengths), len(slots.keys)
+        if slots.lease is not None and slots.lease.stores.contains(old[0], room, queue):
+            return False
+        parts = tuple((x.shape[1], x.shape[3], x.dtype, x.device) for x in old)
+        stores = self._free((capacity(rows), room, queue, parts))
+        for new, x in zip(stores.tensors, old):
+            new[:rows, :, : slots.length] = x[:, :, : slots.length]
+            # masked slots are multiplied by 0, but earlier requests may have left NaN in them
+            new[:rows, :, slots.length :] = 0
+            new[rows:] = 0
+        slots.lease, views = BufferLease(stores, self.returned), [new[:rows] for new in stores.tensors]
+        slots.keys, slots.values = views[:half], views[half:]
+        slots.spare, slots.lean = capacity(rows) - rows, False
+        return True
+
+    def finish(self, slots: SlotCache, keep: bool = False) -> None:
+        """Return the buffers of a request that has ended.
 
         Args:
-            dim: The slots' dimension.
+            keep: Whether to copy its keys and values first, for further use.
         """
-        if lease is not None and lease.stores.contains(old[0], slots, queue):
-            return lease, list(old)
-        rows = old[0].shape[0]
-        parts = tuple((x.shape[1:dim], x.shape[dim + 1 :], x.dtype, x.device) for x in old)
-        stores = self._free((capacity(rows), slots, queue, parts))
-        for new, x in zip(stores.tensors, old):
-            new[:rows].narrow(dim, 0, end).copy_(x.narrow(dim, 0, end))
-            # masked slots are multiplied by 0, but earlier requests may have left NaN in them
-            new[:rows].narrow(dim, end, slots - end).zero_()
-            new[rows:] = 0
-        return BufferLease(stores, self.returned), [new[:rows] for new in stores.tensors]
+        if slots.lease is not None:
+            end = slots.length
+            slots.keys, slots.values = (
+                [store[:, :, :end].clone() for store in stores] if keep else [] for stores in (slots.keys, slots.values)
+            )
+            slots.lease = None
 
     def _free(self, kind: tuple) -> KVBuffers:
         """Return buffers that no request uses."""
@@ -154,10 +165,7 @@ class GraphBufferPool(Recordings):
 
 def allocated_bytes(kind: tuple) -> KVBuffers:
     rows, slots, _, parts = kind
-    new = [
-        torch.empty(rows, *ahead, slots, *trailing, dtype=dtype, device=dev) for ahead, trailing, dtype, dev in parts
-    ]
-    return KVBuffers(kind, new)
+    return KVBuffers(kind, [torch.empty(rows, h, slots, e, dtype=dtype, device=dev) for h, e, dtype, dev in parts])
 
 
 def one_line(error: Exception) -> str:

@@ -75,7 +75,8 @@ class GraphedForward(GraphBufferPool):
             return None
         with REPLAYING, torch.cuda.device_of(inputs[0]):
             try:
-                stores = self._stores(slots, room, stream(inputs[0].device))
+                self.move_in(slots, room, stream(inputs[0].device))
+                stores = slots.lease.stores
                 start_R = self.masks.backend.first_slots(slots)
                 attn_metadata = [*inputs, *self._attn_metadata(slots, stores, tree, start_R)]
                 unmasked, kinds = start_R is not None, [(x.shape[2:], x.dtype) for x in inputs]
@@ -95,28 +96,6 @@ class GraphedForward(GraphBufferPool):
                 return None
             self.recordings[key] = recording  # moves it to the end, as the most recently used
             return [None if x is None else x[:, : tree.size].clone() for x in recording.output]
-
-    def finish(self, slots: SlotCache, keep: bool) -> None:
-        """Return the stores of a request that has ended.
-
-        Args:
-            keep: Whether to copy its keys and values first, for further use.
-        """
-        if slots.lease is not None:
-            end = slots.length
-            slots.keys, slots.values = (
-                [store[:, :, :end].clone() for store in stores] if keep else [] for stores in (slots.keys, slots.values)
-            )
-            slots.lease = None
-
-    def _stores(self, slots: SlotCache, slots_needed: int, queue: int) -> KVBuffers:
-        """Return stores with room for `slots_needed` slots, and move the tensors of a request there if necessary."""
-        lease, half, rows = slots.lease, len(slots.keys), len(slots.lengths)
-        slots.lease, views = self.acquire(lease, [*slots.keys, *slots.values], 2, slots.length, slots_needed, queue)
-        if slots.lease is not lease:
-            slots.keys, slots.values = views[:half], views[half:]
-            slots.spare, slots.lean = slots.lease.stores.kind[0] - rows, False
-        return slots.lease.stores
 
     def _attn_metadata(
         self, slots: SlotCache, stores: KVBuffers, tree: Tree, start_R: list[int] | None
