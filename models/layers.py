@@ -106,17 +106,6 @@ class GeluMLP(nn.Module):
         return self.fc2(F.gelu(self.fc1(x), approximate=self.approximate))
 
 
-class FeatureRMSNorm(nn.Module):
-    """Root-mean-square norm with a learned scale."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return unit(x) * self.weight
-
-
 def rotations(length: int, size: int, theta: float, device: torch.device | str) -> Tensor:
     """Return exp(i * position * frequency) for positions [0, length), complex64 (length, size / 2)."""
     frequency = theta ** -(torch.arange(0, size, 2, device=device, dtype=torch.float32) / size)

@@ -51,11 +51,6 @@ def first_room(prompt: int, answer: int) -> int:
     return prompt + GROW + min(answer, max(AT_ONCE, prompt))
 
 
-def more_room(slots: int, had: int) -> int:
-    """Return the number of slots to allocate when `slots` are more than there are."""
-    return max(slots + GROW, had * 3 // 2)
-
-
 class SlotCache:
     """Preallocated keys and values of all layers of one request. A layer is allocated when it is first written.
 
@@ -165,7 +160,9 @@ class SlotCache:
         return torch.zeros(rows + self.spare, heads, slots, size, dtype=like.dtype, device=like.device)[:rows]
 
     def _enlarged_store(self, old: Tensor) -> Tensor:
-        size = first_room(self._extent, self.answer) if self.lean else more_room(self._extent, old.shape[2])
+        size = max(self._extent + GROW, old.shape[2] * 3 // 2)
+        if self.lean:
+            size = first_room(self._extent, self.answer)
         new = self._allocate(old, size)
         new[:, :, : old.shape[2]] = old
         return new
@@ -189,9 +186,13 @@ class SlotCache:
 
     def select(self, keep: list[int]) -> None:
         """Keep only these rows, in this order; keep[b] >= b. The room behind the last row is kept."""
-        longest = self.length
         for stores in (self.keys, self.values):
-            stores[:] = [move_rows(store, keep, store[:, :, :longest]) for store in stores]
+            for layer, store in enumerate(stores):
+                used = store[:, :, : self.length]
+                for b, row in enumerate(keep):
+                    if row != b:
+                        used[b] = used[row]
+                stores[layer] = store[: len(keep)]
         self.spare += len(self.lengths) - len(keep)
         self.lengths, self.mask = [self.lengths[b] for b in keep], None
         if self.padding is not None:
@@ -221,7 +222,7 @@ class SlotCache:
         for mine, theirs in ((self.keys, other.keys), (self.values, other.values)):
             for layer, (old, new) in enumerate(zip(mine, theirs)):
                 if enough:
-                    store = widen_store(old, total)
+                    store = old.as_strided((total, *old.shape[1:]), old.stride(), old.storage_offset())
                 else:
                     store = self._allocate(old[:1].expand(total, -1, -1, -1), slots)
                     store[:rows, :, : self.length] = old[:, :, : self.length]
@@ -229,19 +230,6 @@ class SlotCache:
                     store[row, :, :length] = new[b, :, skip[b] : other.lengths[b]]
                 mine[layer] = store
         self.lengths, self.mask = self.lengths + growth, None
-
-
-def move_rows(store: Tensor, keep: list[int], used: Tensor) -> Tensor:
-    """Move the rows `keep` of a store to its front, in place; keep[b] >= b. `used` is the view that holds data."""
-    for b, row in enumerate(keep):
-        if row != b:
-            used[b] = used[row]
-    return store[: len(keep)]
-
-
-def widen_store(store: Tensor, rows: int) -> Tensor:
-    """Return the store with further rows of its own memory (`move_rows`)."""
-    return store.as_strided((rows, *store.shape[1:]), store.stride(), store.storage_offset())
 
 
 def visibility(tree_ancestor: Tensor, lengths: list[int] | Tensor, padding_BS: Tensor | None, extent: int) -> Tensor:

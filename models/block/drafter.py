@@ -204,9 +204,10 @@ class BlockModel(StructuredDrafter):
         """Read what the target has accepted since the last pass, and return the block's hidden states (B, K, d)."""
         slots, like = memory.cache.slots, next(self.assistant.parameters())
         rows = len(slots.lengths)
-        position_BC, context_BCF, counts = (
-            memory.pop_pending() if memory.pending_inputs else self._no_features(rows, position_B)
-        )
+        if not memory.pending_inputs:
+            size = len(self.traits.feature_layers) * self.assistant.config.hidden_size
+            memory.pending_inputs.append((position_B[:, None][:, :0], like.new_empty(rows, 0, size), [0] * rows))
+        position_BC, context_BCF, counts = memory.pop_pending()
         width = context_BCF.shape[1]
         extent = slots.open(width + self.block, pending.device)
         ids_BK = torch.full((rows, self.block), self.mask, dtype=pending.dtype, device=pending.device)
@@ -227,10 +228,6 @@ class BlockModel(StructuredDrafter):
             return self.embed(ids)
         return nn.functional.embedding(ids, self.embed.weight) * self.form.scale
 
-    def _no_features(self, rows: int, position_B: Tensor) -> tuple[Tensor, Tensor, list[int]]:
-        size = len(self.traits.feature_layers) * self.assistant.config.hidden_size
-        return position_B[:, None][:, :0], next(self.assistant.parameters()).new_empty(rows, 0, size), [0] * rows
-
     def _masks(
         self, lengths: list[int], counts: list[int], width: int, extent: int, like: Tensor
     ) -> dict[str, Tensor | None]:
@@ -244,19 +241,15 @@ class BlockModel(StructuredDrafter):
         seen_BS = (slot < length_B1 + count_B1) | own
         index_BS = torch.where(slot < length_B1 + count_B1, slot, slot - width + count_B1)
         query_BK = length_B1 + count_B1 + torch.arange(self.block, device=like.device)
-        near_BKS = self._in_window(query_BK, index_BS)
-        full = additive(seen_BS, like.dtype)[:, None, None].expand(-1, -1, self.block, -1)
-        sliding = full.masked_fill(~near_BKS[:, None], torch.finfo(like.dtype).min)
-        return {"full_attention": full, "sliding_attention": sliding}
-
-    def _in_window(self, query_BK: Tensor, index_BS: Tensor) -> Tensor:
-        """Return which slots a place sees through a window, (B, K, S)."""
         distance_BKS = query_BK[..., None] - index_BS[:, None]
         near_BKS = distance_BKS <= self.reach
         if self.form.from_anchor:  # the whole block is within the window
-            near_BKS = (query_BK[:, :1] - index_BS <= self.reach)[:, None].expand_as(distance_BKS)
+            near_BKS = distance_BKS[:, :1] <= self.reach
         ahead = 0 if self.form.causal else self.block if self.form.from_anchor else self.reach
-        return near_BKS & (distance_BKS >= -ahead)
+        near_BKS = near_BKS & (distance_BKS >= -ahead)
+        full = additive(seen_BS, like.dtype)[:, None, None].expand(-1, -1, self.block, -1)
+        sliding = full.masked_fill(~near_BKS[:, None], torch.finfo(like.dtype).min)
+        return {"full_attention": full, "sliding_attention": sliding}
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         """Keep the target's features of the accepted nodes for the next pass."""

@@ -125,19 +125,12 @@ def in_files(model: PreTrainedModel) -> bool:
     """Return whether the folder of a loaded model has such a layer that `drafter="mtp"` reads, judged by the headers of
     its files. Nothing is downloaded.
     """
-    try:
-        check(model)
+    try:  # layers that the configuration names are read by transformers
+        named = getattr(model.config.get_text_config(), "num_mtp_layers", None)
+        (_find_layer if named else _check_layer)(model)
         return True
     except (ValueError, OSError, AttributeError):
         return False
-
-
-def check(model: PreTrainedModel) -> None:
-    """Raise ValueError unless the folder of a model has such a layer."""
-    if getattr(model.config.get_text_config(), "num_mtp_layers", None):  # read by transformers
-        _find_layer(model)
-    else:
-        _check_layer(model)
 
 
 def _find_layer(model: PreTrainedModel) -> tuple[Path, dict[str, str], Shapes]:

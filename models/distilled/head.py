@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from visspec.io.checkpoint import check_whole
 from visspec.models.drafting.checkpoint import DrafterConfig
-from visspec.models.layers import MOST_LAYERS, FeatureRMSNorm, rotate, rotations
+from visspec.models.layers import MOST_LAYERS, rotate, rotations
 from visspec.types import MAX_NODES
 
 BEFORE = 64  # rotary positions before the first code; the start of longer prompts shares the first of them
+EPS = 1e-12  # of norms
 KNOWN, GUESSED, BLANK = range(3)  # kinds of an element: a code of the target or a word, a guess, nothing
 
 
@@ -68,7 +69,7 @@ class DistilledLayer(nn.Module):
     def __init__(self, config: DistilledConfig):
         super().__init__()
         d, self.heads = config.hidden, config.heads
-        self.norm_in, self.norm_mlp = FeatureRMSNorm(d), FeatureRMSNorm(d)
+        self.norm_in, self.norm_mlp = nn.RMSNorm(d, eps=EPS), nn.RMSNorm(d, eps=EPS)
         self.qkv = nn.Linear(d, 3 * d, bias=False)
         self.out = nn.Linear(d, d, bias=False)
         self.gate_up = nn.Linear(d, 2 * config.intermediate, bias=False)
@@ -124,7 +125,7 @@ class DistilledHead(nn.Module):
         self.kinds = nn.Parameter(torch.zeros(3, d))
         self.row, self.column = nn.Embedding(config.rows, d), nn.Embedding(config.columns, d)
         self.layers = nn.ModuleList(DistilledLayer(config) for _ in range(config.layers))
-        self.norm_out, self.inner, self.codes = FeatureRMSNorm(d), nn.Linear(d, d), nn.Linear(d, config.codes)
+        self.norm_out, self.inner, self.codes = nn.RMSNorm(d, eps=EPS), nn.Linear(d, d), nn.Linear(d, config.codes)
         for table in (self.row, self.column):
             nn.init.zeros_(table.weight)
 

@@ -15,6 +15,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from visspec import tree as trees
 from visspec.cache import gather_rows, to_device
@@ -207,12 +208,8 @@ class PendingInputs:
         blocks, self.pending_inputs = self.pending_inputs, []
         if len(blocks) == 1:
             return blocks[0]
-        token, feature = (
-            torch.cat([block[0] for block in blocks], dim=1),
-            torch.cat([block[1] for block in blocks], dim=1),
-        )
-        widths = [block[0].shape[1] for block in blocks]
-        parts = [block[2] for block in blocks]
+        tokens, features, parts = zip(*blocks)
+        token, feature, widths = torch.cat(tokens, dim=1), torch.cat(features, dim=1), [x.shape[1] for x in tokens]
         totals = [sum(c[b] for c in parts) for b in range(token.shape[0])]
         if all(min(c) == width for c, width in zip(parts, widths)):
             return token, feature, totals
@@ -231,9 +228,8 @@ class PendingInputs:
         """Add rows of another request."""
         self.pending_inputs, other.pending_inputs = [self.pop_pending()], [other.pop_pending()]
         (token, feature, counts), (new_token, new_feature, new_counts) = self.pending_inputs[0], other.pending_inputs[0]
-        width = max(token.shape[1], new_token.shape[1])
-        tokens = torch.cat([_pad(t, width) for t in (token, new_token[take])])
-        features = torch.cat([_pad(f, width) for f in (feature, new_feature[take])])
+        pairs = (token, new_token[take]), (feature, new_feature[take])
+        tokens, features = (pad_sequence([x for part in pair for x in part], batch_first=True) for pair in pairs)
         self.pending_inputs = [(tokens, features, counts + [new_counts[b] for b in take])]
 
 
@@ -257,8 +253,3 @@ def next_tokens(draft: Draft, path_BD: Tensor, verdict: Verdict) -> Tensor:
     """Return the token after each node of a round's accepted paths, (B, D)."""
     shifted_BD = torch.cat([path_BD[:, 1:], path_BD[:, -1:]], dim=1)
     return draft.value.gather(1, shifted_BD).scatter(1, verdict.length[:, None] - 1, verdict.next[:, None])
-
-
-def _pad(x: Tensor, width: int) -> Tensor:
-    """Pad (B, T, ...) with zeros on the right, to `width` elements."""
-    return nn.functional.pad(x, (0, 0) * (x.dim() - 2) + (0, width - x.shape[1]))

@@ -139,7 +139,10 @@ class NetworkDrafter(Generic[TargetT]):
             config: The network's configuration.
             target: The target.
         """
-        check_target(config, **cls.sizes(target))
+        for key, value in cls.sizes(target).items():
+            if (expected := getattr(config, key)) != value:
+                name = NAMES.get(key, key)
+                raise ValueError(f"drafter: made for a target of {name} {shorten(expected)}, got a model of {value!r}.")
 
     @classmethod
     def for_model(cls, target: TargetT, *, seed: int = 0, **options: object) -> Self:
@@ -266,11 +269,3 @@ def write(folder: str | Path, head: Any, provenance: dict[str, Any], dtype: torc
 
 def write_provenance(folder: str | Path, record: dict[str, Any]) -> None:
     (Path(folder) / PROVENANCE).write_text(json.dumps(record, indent=2, default=str) + "\n")
-
-
-def check_target(config: object, **fields: object) -> None:
-    """Raise ValueError if the drafter was made for another target: `fields` are fields of the configuration."""
-    for key, value in fields.items():
-        if (expected := getattr(config, key)) != value:
-            name = NAMES.get(key, key)
-            raise ValueError(f"drafter: made for a target of {name} {shorten(expected)}, got a model of {value!r}.")

@@ -13,9 +13,9 @@ Shapes: B rows, N nodes, W frontier width, M nodes of a level, K children, V voc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -60,10 +60,6 @@ class TreeLevel:
     open: Tensor  # (W,) nodes of the next frontier
 
 
-def in_levels(paths: Iterable[tuple[int, ...]]) -> Paths:
-    return tuple(sorted(paths, key=lambda path: (len(path), path)))
-
-
 @lru_cache(maxsize=64)
 def spread(counts: tuple[int, ...]) -> Paths:
     """Build a shape from node counts per depth. Children are assigned to the most likely (parent, rank), assuming that
@@ -86,7 +82,7 @@ def spread(counts: tuple[int, ...]) -> Paths:
 @lru_cache(maxsize=256)
 def plan(shape: tuple[int, ...] | Paths, device: str) -> tuple[Tree, list[TreeLevel]]:
     """Build the tree of a shape, or of counts as in `spread`. Raises ValueError if a node's parent is missing."""
-    paths = spread(shape) if isinstance(shape[0], int) else in_levels(shape)  # type: ignore[arg-type]
+    paths: Any = spread(shape) if isinstance(shape[0], int) else sorted(shape, key=lambda path: (len(path), path))
     place: dict[tuple[int, ...], int] = {(): 0} | {path: n for n, path in enumerate(paths, 1)}
     for path in paths:
         if path[:-1] not in place:

@@ -137,7 +137,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         features_BLF = scores.features[rows]
         attention = scores.aux.get("attention")
         attention = None if attention is None else attention[rows]
-        layout = self._plan(prompt, attention)
+        layout = layouts.plan(self.config, prompt, attention)
         embeddings = features_BLF[..., : self.config.hidden]  # placeholder for drafters that read no embeddings
         if self.traits.embeddings:
             embeddings = scores.aux["embeddings"][rows]
@@ -196,17 +196,11 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
 
     # --- prompts ------------------------------------------------------------------------------------------------------
 
-    def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
-        config = self.config
-        return layouts.plan(ids_BL, attention_BL, config.image_ids, config.image_latents, config.images, config.ahead)
-
     def _context(
         self, layout: layouts.PromptLayout, embeddings_BLd: Tensor, features_BLF: Tensor
     ) -> tuple[Tensor, Tensor]:
-        if self.config.images == "latents":
-            return layouts.compress(self.head, embeddings_BLd, layout)
         if self.config.image_latents:
-            return layouts.condense(self.head, embeddings_BLd, features_BLF, layout)
+            return layouts.compress(self.head, embeddings_BLd, features_BLF, layout)
         zero = embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1])
         raw = torch.cat([zero, embeddings_BLd.flatten(0, 1)]) if self.config.images == "embeddings" else zero
         return raw, zero
@@ -228,10 +222,6 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
             return torch.arange(length, device=device)[None]
         padding_B1 = (~attention_BL).sum(dim=1, keepdim=True)
         return (torch.arange(length, device=device) - padding_B1).clamp(min=0)
-
-    def _training_positions(self, batch: TrainingBatch) -> Tensor:
-        places = self._places(batch.positions, batch.attention)
-        return places if places.dim() == 3 else places.expand(len(batch.lengths), -1)
 
     def _shifted_embeddings(self, ids: Tensor, embeddings_BLd: Tensor | None) -> Tensor:
         """Return the embedding of the token after each.

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from visspec import tree as trees
@@ -45,11 +46,10 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     """A drafter with an `EagleHead`; subclasses read the prompts. width 1 drafts chains, larger widths dynamic trees
     of at most `nodes` nodes; `shaped` changes both.
 
-    Subclasses define `start` (with `_read_prompt`) and the four hooks below, and may override the others.
+    Subclasses define `start` (with `_read_prompt`) and the three hooks below, and may override the others.
     """
 
     _like: Callable[..., Tensor]  # (target): any tensor with its device and dtype
-    _plan: Callable[..., layouts.PromptLayout]  # (ids (B, L), attention (B, L) or None): the elements of prompts
     # (layout, embeddings (B, L, d), features (B, L, F)): latents and context vectors for `layouts.layer_inputs`
     _context: Callable[..., tuple[Tensor, Tensor]]
     _batch_embeddings: Callable[[TrainingBatch], Tensor]  # embeddings of all tokens but the first, (B, L + M - 1, d)
@@ -197,7 +197,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         for level in range(depth):
             token_B = chain.add(self._logits(self._mix_features(feature_Bd, state)))
             if level + 1 < depth:
-                entered_B = self._each(self._level_inputs(token_B, state, level), memory)
+                entered_B = memory.each(self._level_inputs(token_B, state, level))
                 bias_B1d = bias_BTd if bias_BTd is None or bias_BTd.shape[1] == 1 else bias_BTd[:, level : level + 1]
                 turn_B1C = rope_BTC[:, level : level + 1]
                 feature_Bd = self.layer.step(memory, entered_B, feature_Bd, bias_B1d, turn_B1C, level)
@@ -225,10 +225,6 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     def _level_inputs(self, token: Tensor, state: State, level: int) -> Tensor:
         """Return the input ids of the next level for the drafted ids (B,) or (B, W) of this one."""
         return token
-
-    def _each(self, x: Tensor, memory: FeatureMemory) -> Tensor:
-        """Repeat a per-request tensor (B, ...) for every row of the memory."""
-        return x
 
     def _mix_features(self, feature: Tensor, state: State) -> Tensor:
         """Combine the predicted features of the memory's rows into what the LM head reads, (B, ...)."""
@@ -262,9 +258,9 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             token_BW, parent_BW = tree_builder.grow(ranking_logits(logits_BWV, state, level))
             if level + 1 == depth:
                 break
-            width, parent_BW = token_BW.shape[1], self._each(parent_BW, memory)
+            width, parent_BW = token_BW.shape[1], memory.each(parent_BW)
             carried = gather_rows(feature_BWd, parent_BW.to(feature_BWd.device))
-            entered_BW = self._each(self._level_inputs(token_BW, state, level), memory)
+            entered_BW = memory.each(self._level_inputs(token_BW, state, level))
             bias, rope = memory.context_bias(1, level), memory.rope(memory.table, 1, level)
             ancestors = see_ancestors(ancestors, parent_BW.to(carried.device))
             x_Nd, query_BWHE = self.layer.read(memory, entered_BW, carried, bias, rope, ancestors.shape[2] - width)
@@ -297,12 +293,12 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
 
     def _training_layout(self, batch: TrainingBatch) -> layouts.PromptLayout:
         """Return the elements of a training batch: prompts and answers."""
-        plan = self._plan(batch.host_ids[:, : batch.prompt_length], batch.host_attention)
+        plan = layouts.plan(self.config, batch.host_ids[:, : batch.prompt_length], batch.host_attention)
         return layouts.extend(plan, batch.prompt_length, batch.lengths)
 
-    def _training_positions(self, batch: TrainingBatch) -> Tensor:
-        """Return the positions of a training batch's tokens, (B, L + M - 1) or (3, B, L + M - 1)."""
-        return batch.positions
+    def _places(self, positions: Tensor, attention_BL: Tensor | None) -> Tensor:
+        """Convert the target's positions to the drafter's, (1|B, L) or (3|4, 1|B, L)."""
+        return positions
 
     def rollout(self, batch: TrainingBatch, steps: int) -> list[Prediction]:
         """Run self-fed training steps over whole answers (`visspec.train.capture.TrainingBatch`).
@@ -314,7 +310,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         ids, features = batch.ids, batch.features
         layout, following = self._training_layout(batch), self._batch_embeddings(batch)
         embeddings = batch.embeddings if batch.embeddings is not None else features[..., : self.config.hidden]
-        arguments = layout, following, features, embeddings, self._training_positions(batch)
+        arguments = layout, following, features, embeddings, self._places(batch.positions, batch.attention)
         x, turn, context = self.elements(*arguments, reach=batch.reach)
         first = to_device([whole - own + 1 for whole, own in zip(layout.lengths, batch.lengths)], ids.device)
         answer = first[:, None] + torch.arange(max(batch.lengths) - 1, device=ids.device)
@@ -358,17 +354,12 @@ def staggered_attention(query: Tensor, part: int | None = None, *, keys: list[Te
     index = torch.arange(size, device=query.device)
     past = index[None, :] <= index[:, None] - step
     score = score.masked_fill(~past, torch.finfo(score.dtype).min)
-    ahead_key, ahead_value = ([_delay(x, step - i) for i, x in enumerate(p) if i] for p in (keys, values))
+    ahead_key, ahead_value = (
+        [F.pad(x, (0, 0, 0, 0, step - i, 0))[:, :size] for i, x in enumerate(steps) if i] for steps in (keys, values)
+    )
     own = [(query * k).sum(-1).transpose(1, 2)[..., None] * scale for k in ahead_key]
     weight = torch.cat([score, *own], dim=-1).float().softmax(dim=-1).to(query.dtype)
     mixed = torch.einsum("bhts,bshe->bthe", weight[..., :size], values[0])
     for i, value in enumerate(ahead_value):
         mixed = mixed + weight[..., size + i].transpose(1, 2)[..., None] * value
     return mixed.flatten(2)
-
-
-def _delay(x_BTHE: Tensor, by: int) -> Tensor:
-    """Shift right: element t of the result is element t - by of x, or zero for t < by."""
-    if by == 0:
-        return x_BTHE
-    return torch.cat([torch.zeros_like(x_BTHE[:, :by]), x_BTHE[:, :-by]], dim=1)

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.chameleon.modeling_chameleon import ChameleonLayerNorm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.image_compression import FlashQueries, SpecVLMBranches, ViSpecAdaptor
@@ -104,17 +104,10 @@ class EagleAttention(nn.Module):
                 self.add_module(name, ChameleonLayerNorm((count, size)))
 
 
-class EagleMLP(nn.Module):
-    """SiLU-gated MLP, as in Llama."""
-
-    def __init__(self, config: EagleConfig):
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
-        self.up_proj = nn.Linear(config.hidden, config.intermediate, bias=False)
-        self.down_proj = nn.Linear(config.intermediate, config.hidden, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+def mlp(config: EagleConfig) -> LlamaMLP:
+    """Build a SiLU-gated MLP."""
+    sizes = {"hidden_size": config.hidden, "intermediate_size": config.intermediate, "num_attention_heads": 1}
+    return LlamaMLP(LlamaConfig(**sizes))
 
 
 class EagleLayer(nn.Module):
@@ -122,7 +115,7 @@ class EagleLayer(nn.Module):
 
     def __init__(self, config: EagleConfig):
         super().__init__()
-        self.self_attn, self.mlp = EagleAttention(config), EagleMLP(config)
+        self.self_attn, self.mlp = EagleAttention(config), mlp(config)
         if config.fusion == "split":
             self.input_layernorm = LlamaRMSNorm(config.hidden, config.eps)  # norm of the embedding
             self.hidden_norm = LlamaRMSNorm(config.hidden, config.eps)  # norm of the feature
@@ -145,7 +138,7 @@ class FeatureCrossAttention(nn.Module):
         self.k_proj = nn.Linear(d, config.kv_heads * size, bias=False)
         self.v_proj = nn.Linear(d, config.kv_heads * size, bias=False)
         self.o_proj = nn.Linear(config.heads * size, d, bias=False)
-        self.mlp, self.last = EagleMLP(config), EagleMLP(config)
+        self.mlp, self.last = mlp(config), mlp(config)
         self.gate, self.mlp_gate = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
 
     def forward(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

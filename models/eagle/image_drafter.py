@@ -53,7 +53,6 @@ class ImageMemory(FeatureMemory):
         return None if self.places is None else self.rope(self.places, width, offset)
 
     def each(self, x: Tensor) -> Tensor:
-        """Repeat a per-request tensor (B, ...) for every row of the memory."""
         return x if self.parts == 1 else torch.cat([x, x])
 
     def add(self, token_BT: Tensor, feature_BTF: Tensor, counts: list[int]) -> None:
@@ -157,7 +156,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         whole = self._whole(scores).features
         assert whole is not None
         features, embeds = whole[rows], prompt.embeds[rows]
-        layout = self._plan(prompt.ids[rows], prompt.attention[rows])
+        layout = layouts.plan(self.config, prompt.ids[rows], prompt.attention[rows])
         positions = torch.arange(length, device=embeds.device)[None]
         x, turn, places = self.elements(layout, embeds[:, 1:], features, embeds, positions)
         memory = ImageMemory(self.config.key_heads, [p - 1 for p in state.position.tolist()])
@@ -189,9 +188,6 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         assert scores.features is not None
         parts = self.config.parts * self.config.hidden // scores.features.shape[-1]
         return scores if parts == 1 else dataclasses.replace(scores, features=scores.features.repeat(1, 1, parts))
-
-    def _plan(self, ids_BL: Tensor, attention_BL: Tensor | None) -> layouts.PromptLayout:
-        return layouts.plan(ids_BL, attention_BL, (), 0, "none", 0)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         super().observe(state, draft, self._whole(scores), verdict, outcome)

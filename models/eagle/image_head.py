@@ -83,7 +83,7 @@ class ImageHead(EagleHead):
         """Return the embedding of each predicted image position, (T, d); zero at 0, which is never predicted."""
         index = torch.arange(1, self.config.places, device=self.row.weight.device)
         own = self.row(index // self.config.columns) + self.column(index % self.config.columns)
-        return torch.cat([torch.zeros_like(own[:1]), own]) if len(own) else own.new_zeros(1, self.config.hidden)
+        return nn.functional.pad(own, (0, 0, 1, 0))
 
     def join(self, embed: Tensor, feature: Tensor, image: Tensor | None) -> Tensor:
         """Return layer inputs (..., d): fc([norm(embedding); feature]) plus the position embedding."""

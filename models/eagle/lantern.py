@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from visspec.io.checkpoint import CONFIG, check_folder, read_json, read_shapes, shorten
 from visspec.models.drafting.checkpoint import sentence_of
 from visspec.models.drafting.published_config import read_stripped, strip_prefix
+from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter, ImageMemory
@@ -103,9 +104,6 @@ class LanternDrafter(ImageFeatureDrafter):
         place = torch.arange(1, length + 1, device=device)  # place of the token after the feature's token
         return table_PC.to(device)[place.clamp(max=len(table_PC) - 1)]
 
-    def _each(self, x: Tensor, memory: ImageMemory) -> Tensor:  # type: ignore[override]
-        return memory.each(x)
-
     def _mix_features(self, feature: Tensor, state: State) -> Tensor:
         """Mix the two states under guidance. The head has no bias, so this mixes their logits, too."""
         if state.memory.parts == 1:
@@ -123,7 +121,8 @@ class LanternDrafter(ImageFeatureDrafter):
         parts, length = features_BLF.shape[-1] // self.config.hidden, prompt.ids.shape[1]
         every = [part * len(prompt.ids) + row for part in range(parts) for row in state.rows]
         ids_RL = (prompt.ids.repeat(parts, 1) if prompt.tokens is None else prompt.tokens)[every]
-        layout = self._plan(ids_RL, None if self.config.positions == "grid" else prompt.attention[every])
+        attention_RL = None if self.config.positions == "grid" else prompt.attention[every]
+        layout = layouts.plan(self.config, ids_RL, attention_RL)
         embeds_RLd, features_RLd = self.head.embed_tokens(ids_RL), torch.cat(features_BLF.chunk(parts, dim=-1))
         positions, none = torch.arange(length, device=ids_RL.device)[None], torch.zeros_like(embeds_RLd[0, :1])
         x, turn, _ = self.elements(layout, embeds_RLd[:, 1:], features_RLd, embeds_RLd, positions, (none, none))

@@ -102,6 +102,10 @@ class FeatureMemory(PendingInputs):
         """Return what the image context adds to the layer inputs of these elements, (1|B, 1|T, d)."""
         return None if self.image_bias is None else self.image_bias[:, None]
 
+    def each(self, x: Tensor) -> Tensor:
+        """Repeat a per-request tensor (B, ...) for every row of the memory."""
+        return x
+
     def write(self, kv_BTHE: Tensor, offset: int = 0) -> None:
         """Write a block `offset` slots after the processed elements. Padding is written to unused slots."""
         width = kv_BTHE.shape[1]

@@ -241,16 +241,10 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
             if self.refused:
                 return self._plain(*inputs)
             try:
-                recording = self.recordings.pop(key, None)
-                if recording is None:
-                    recording = self._record(args, kv_BSHE, weights)
-                else:
-                    recording.fill(args)
-                    recording.replay()
+                recording = self.replayed(key, args, partial(self._record, args, kv_BSHE, weights))
             except Exception as error:
                 self._fail(error)
                 return self._plain(*inputs)
-            self.recordings[key] = recording
             ids_BK, feature_B1d, offsets_3B = recording.output
             return ids_BK.clone(), feature_B1d.clone(), offsets_3B.clone()
 
@@ -267,13 +261,11 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
             return self.levels(token_BT, feature_BTd, numbers_BKV, offsets_3B, *fixed, shift_Bd, scale)
 
         want = call()[1].float()
-        self.make_room()
         record = self.recorder(kv_BSHE.device)
         assert record is not None
         recording = Recording([*inputs, *weights], *record(call))  # holding the weights keeps their addresses valid
         recording.replay()
         close(recording.output[1].float(), want, kv_BSHE.dtype)
-        self.graphs += 1
         return recording
 
     def _fail(self, error: Exception) -> None:

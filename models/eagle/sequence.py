@@ -9,12 +9,12 @@ d hidden size, F features.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead
 
 
@@ -37,23 +37,16 @@ class PromptLayout:
         return replace(self, **own)
 
 
-def plan(
-    ids_BL: Tensor,
-    attention_BL: Tensor | None,
-    image_ids: Collection[int],
-    latents: int,
-    images: str,
-    ahead: int,
-) -> PromptLayout:
+def plan(config: EagleConfig, ids_BL: Tensor, attention_BL: Tensor | None) -> PromptLayout:
     """Lay out the elements of prompts, except the last, which needs the first generated token.
 
-    attention: false at padding.
+    Without latents, image slots have no elements. If `config.images` is "embeddings", `latent` is 1 + the index of the
+    slot in the batch.
 
     Args:
-        images: See `eagle.config.IMAGES`; without latents, image slots have no elements, and with "embeddings",
-            `latent` is 1 + the index of the slot in the batch.
-        ahead: See `EagleConfig`.
+        attention_BL: False at padding.
     """
+    image_ids, latents, images, ahead = config.image_ids, config.image_latents, config.images, config.ahead
     ids, real = ids_BL.tolist(), None if attention_BL is None else attention_BL.tolist()
     runs: list[tuple[int, int, int]] = []
     rows, newest = [], []
@@ -113,37 +106,27 @@ def extend(layout: PromptLayout, prompt_length: int, answers: list[int]) -> Prom
     )
 
 
-def compress(head: EagleHead, embeddings_BLd: Tensor, layout: PromptLayout) -> tuple[Tensor, Tensor]:
-    """Return latents (1 + R * latents, d) and global vectors (1 + R, d) of all runs; entry 0 of both is zero."""
-    zero = embeddings_BLd.new_zeros(1, embeddings_BLd.shape[-1])
-    if not layout.runs:
-        return zero, zero
-    row_R1, index_RS, real_RS = slots_of(layout, embeddings_BLd.device)
-    out = head.imadpt(embeddings_BLd[row_R1, index_RS], real_RS)
-    return torch.cat([zero.to(out.dtype), out[:, :-1].flatten(0, 1)]), torch.cat([zero.to(out.dtype), out[:, -1]])
-
-
-def condense(
+def compress(
     head: EagleHead, embeddings_BLd: Tensor, feature_BLd: Tensor, layout: PromptLayout
 ) -> tuple[Tensor, Tensor]:
-    """Like `compress`, for compressors that read the slots' layer inputs (FLASH, SpecVLM). Global vectors are zero."""
+    """Return latents (1 + R * latents, d) and global vectors (1 + R, d) of all runs; entry 0 of both is zero.
+
+    FLASH and SpecVLM compress the layer inputs of the slots, and have no global vectors: theirs are zero.
+    """
     zero = embeddings_BLd.new_zeros(1 + len(layout.runs), embeddings_BLd.shape[-1])
     if not layout.runs:
         return zero, zero
-    row_R1, index_RS, real_RS = slots_of(layout, embeddings_BLd.device)
-    feature_RSd = feature_BLd[row_R1, index_RS - 1]
-    x_RSd = head.join(embeddings_BLd[row_R1, index_RS], feature_RSd, None)
-    question_Rd = feature_BLd[row_R1[:, 0], layout.prompt - 1]
-    out = head.compressor(x_RSd, feature_RSd, real_RS, question_Rd)
+    row_R1, start_R1, end_R1 = torch.tensor(layout.runs, device=zero.device).T[..., None]
+    slot_RS = start_R1 + torch.arange(max(end - start for _, start, end in layout.runs), device=zero.device)
+    real_RS, slot_RS = slot_RS < end_R1, torch.minimum(slot_RS, end_R1 - 1)  # shorter runs repeat their last slot
+    embed_RSd = embeddings_BLd[row_R1, slot_RS]
+    if head.config.images == "latents":
+        out = head.imadpt(embed_RSd, real_RS)
+        out, zero = out[:, :-1], torch.cat([zero[:1].to(out.dtype), out[:, -1]])
+    else:
+        feature_RSd, question_Rd = feature_BLd[row_R1, slot_RS - 1], feature_BLd[row_R1[:, 0], layout.prompt - 1]
+        out = head.compressor(head.join(embed_RSd, feature_RSd, None), feature_RSd, real_RS, question_Rd)
     return torch.cat([zero[:1].to(out.dtype), out.flatten(0, 1)]), zero
-
-
-def slots_of(layout: PromptLayout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return rows (R, 1), slots (R, S) and a mask of real slots for all runs; shorter runs repeat their last slot."""
-    longest = max(end - start for _, start, end in layout.runs)
-    row, start, end = (torch.tensor(x, device=device) for x in zip(*layout.runs))
-    index_RS = start[:, None] + torch.arange(longest, device=device)
-    return row[:, None], torch.minimum(index_RS, end[:, None] - 1), index_RS < end[:, None]
 
 
 def layer_inputs(

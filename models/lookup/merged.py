@@ -8,7 +8,7 @@ microseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,6 @@ from visspec.models.lookup.context import LONG, ContextDrafter
 from visspec.types import Draft, Drafter, Outcome, Scores, State, Structure, Verdict
 
 NODES, LEVELS = 16, 16  # maximum size of a copy
-
-
-@dataclass
-class BothMemories:
-    """The two drafters' memories of a request."""
-
-    trained: Any = None
-    copies: Any = None
 
 
 class MergedDrafter(Drafter):
@@ -77,7 +69,7 @@ class MergedDrafter(Drafter):
         self._take_traits()
 
     def start(self, state: State, scores: Scores) -> None:
-        state.memory = BothMemories()
+        state.memory = dict.fromkeys(("trained", "copies"))  # the two drafters' own memories
         self._each(state, "start", scores)
 
     def propose(self, state: State, depth: int) -> Draft:
@@ -102,7 +94,7 @@ class MergedDrafter(Drafter):
     def join(self, state: State, other: State, take: list[int]) -> None:
         both = other.memory
         for name in ("trained", "copies"):
-            other.memory = getattr(both, name)
+            other.memory = both[name]
             self._with(name, getattr(self, name).join, state, other, take)
         other.memory = both
 
@@ -113,9 +105,8 @@ class MergedDrafter(Drafter):
     def _with(self, name: str, call: Callable[..., Any], state: State, *arguments: object) -> Any:
         """Call one of the drafters with its own memory in `state.memory`, and return the result."""
         both = state.memory
-        state.memory = getattr(both, name)
+        state.memory = both[name]
         try:
             return call(state, *arguments)
         finally:
-            setattr(both, name, state.memory)
-            state.memory = both
+            both[name], state.memory = state.memory, both

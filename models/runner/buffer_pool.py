@@ -11,6 +11,7 @@ import itertools
 import warnings
 import weakref
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from visspec.cache import SlotCache
 from visspec.kernels.common import next_power_of_2
-from visspec.replay import Recordings
+from visspec.replay import Recording, Recordings
 from visspec.types import Request
 
 MIN_NEW_TOKENS = 32  # minimum new tokens of a request for which calls are recorded
@@ -104,10 +105,19 @@ class GraphBufferPool(Recordings):
         super().forget()
         self.idle, self.returned = [], deque()  # buffers in use end with their requests
 
-    def make_room(self) -> None:
-        """Evict recordings to make room for another one."""
-        while len(self.recordings) >= self.most:
-            del self.recordings[next(iter(self.recordings))]
+    def replayed(self, key: tuple, inputs: Sequence[Tensor], record: Callable[[], Recording]) -> Recording:
+        """Replay the recording of this key, which becomes the most recently used, or make it."""
+        recording = self.recordings.pop(key, None)
+        if recording is not None:
+            recording.fill(inputs)
+            recording.replay()
+        else:
+            while len(self.recordings) >= self.most:
+                del self.recordings[next(iter(self.recordings))]
+            recording = record()
+            self.graphs += 1
+        self.recordings[key] = recording
+        return recording
 
     def move_in(self, slots: SlotCache, room: int, queue: int) -> bool:
         """Move a request's keys and values to buffers with room for `room` slots. Returns False if they are in such

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,20 +82,13 @@ class GraphedForward(GraphBufferPool):
                 attn_metadata = [*inputs, *self._attn_metadata(slots, stores, tree, start_R)]
                 unmasked, kinds = start_R is not None, [(x.shape[2:], x.dtype) for x in inputs]
                 key = (stores.number, len(slots.lengths), nodes, len(attn_metadata), unmasked, *kinds)
-                recording = self.recordings.pop(key, None)
-                if recording is not None:
-                    recording.fill(attn_metadata)
-                    recording.replay()
-                elif self.due(state.request):
-                    recording = self._record(
-                        record, state.cache, stores, nodes, attn_metadata, len(inputs), unmasked, forward, eager
-                    )
-                else:
+                if key not in self.recordings and not self.due(state.request):
                     return None
+                arguments = record, state.cache, stores, nodes, attn_metadata, len(inputs), unmasked, forward, eager
+                recording = self.replayed(key, attn_metadata, partial(self._record, *arguments))
             except Exception as error:
                 self.refuse(f"passes of {self.name} run without CUDA graphs: {one_line(error)}")
                 return None
-            self.recordings[key] = recording  # moves it to the end, as the most recently used
             return [None if x is None else x[:, : tree.size].clone() for x in recording.output]
 
     def _attn_metadata(
@@ -124,7 +118,6 @@ class GraphedForward(GraphBufferPool):
     ) -> Recording:
         """Record a pass and replay it once. Raises ValueError if its result differs from an eager pass."""
         want = eager().float()
-        self.make_room()
         *by_node, ancestor = attn_metadata[: count + 2]
         more = nodes - ancestor.shape[1]
         inputs = [F.pad(x, (*[0, 0] * (x.dim() - 2), 0, more)) for x in by_node]
@@ -147,7 +140,6 @@ class GraphedForward(GraphBufferPool):
         recording = Recording(inputs, *record(call))
         recording.replay()
         close(recording.output[0][:, : want.shape[1]].float(), want, scratch.slots.keys[0].dtype)
-        self.graphs += 1
         return recording
 
     def _head(self) -> Any:
