@@ -431,28 +431,24 @@ def _plain_continuation(
 @contextmanager
 def restore_after(model: nn.Module) -> Iterator[None]:
     """Run the model in inference mode and restore everything after: modes, buffers, hooks, random number generators."""
-    snapshots = [(module, dict(vars(module)), _dictionaries(module)) for module in model.modules()]
+    entries = [vars(module) for module in model.modules()]
+    # some models install hooks at their first pass
+    entries += [x for own in entries for name, x in own.items() if name == "_buffers" or name.startswith("_forward_")]
+    snapshots = [(now, dict(now)) for now in entries]
     inner = [(buffer, buffer.clone()) for module in rotary.modules(model) for buffer in module.buffers()]
     devices = [] if model.device.type != "cuda" else [model.device]
     try:
         with torch.inference_mode(), torch.random.fork_rng(devices):
-            if any(module.training for module, *_ in snapshots):
+            if any(module.training for module in model.modules()):
                 model.eval()
             yield
     finally:
-        for module, attributes, dictionaries in snapshots:
-            for now, old in [(vars(module), attributes), *dictionaries]:
-                for name in now.keys() - old.keys():
-                    del now[name]
-                for name, value in old.items():
-                    if now.get(name, now) is not value:  # skip unchanged entries: other threads may run the model
-                        now[name] = value
+        for now, old in snapshots:
+            for name in now.keys() - old.keys():
+                del now[name]
+            for name, value in old.items():
+                if now.get(name, now) is not value:  # skip unchanged entries: other threads may run the model
+                    now[name] = value
         with torch.no_grad():
             for buffer, values in inner:  # some models update them in place
                 buffer.copy_(values)
-
-
-def _dictionaries(module: nn.Module) -> list[tuple[dict, dict]]:
-    """Return a module's buffers and hooks with their contents: some models install hooks at their first pass."""
-    dictionaries = [value for name, value in vars(module).items() if name == "_buffers" or name.startswith("_forward_")]
-    return [(value, dict(value)) for value in dictionaries]

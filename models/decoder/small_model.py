@@ -76,7 +76,11 @@ class SmallModel(StructuredDrafter):
         pixels = any(name.startswith("pixel") for name in request.media)
         if self.sees and not pixels and bool(self._is_content(request.prompt).any()):
             raise ValueError("drafter: got no pixels, expected a call through visspec.accelerate(...).generate.")
-        inputs = self._media_inputs(request) if self.sees else self._blind(request)
+        if self.sees:
+            inputs = {**request.media, "input_ids": request.prompt[:: request.copies]}
+            inputs |= {"num_return_sequences": request.copies, "do_sample": request.copies > 1}
+        else:
+            inputs = self._blind(request)
         memory: dict[str, Any] = {}
 
         def prefill(model, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
@@ -88,15 +92,6 @@ class SmallModel(StructuredDrafter):
 
         self.target.model.generate(**inputs, custom_generate=prefill, max_new_tokens=1)
         state.memory = _SmallModelState(memory["state"], state)
-
-    def _media_inputs(self, request: Request) -> dict[str, Any]:
-        copies = request.copies
-        return {
-            **request.media,
-            "input_ids": request.prompt[::copies],
-            "num_return_sequences": copies,
-            "do_sample": copies > 1,
-        }
 
     def _is_content(self, ids: Tensor) -> Tensor:
         return torch.isin(ids, torch.tensor(self.content, device=ids.device, dtype=ids.dtype))

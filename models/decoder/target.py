@@ -181,7 +181,12 @@ class HFDecoder(Target):
         cache.prompt = cache.slots.nodes
         cache.slots.commit([list(range(cache.prompt))] * rows)
         if attention is not None and not bool(attention.all()):
-            self._note_padding(cache.slots, attention.bool())
+            if cache.prompt != attention.shape[1]:
+                raise ValueError(
+                    f"attention_mask: got padding of a prompt of {attention.shape[1]} ids that takes {cache.prompt}"
+                    " places, expected rows of one length."
+                )
+            cache.slots.padding = attention.bool()
         if positions is None:
             positions = torch.arange(length, device=request.prompt.device).expand(rows, length)
         newest = _last_position(positions).expand(rows)
@@ -231,14 +236,6 @@ class HFDecoder(Target):
                 f"max_new_tokens: got {request.max_new_tokens} after a prompt of {length}, but"
                 f" {type(self.model).__name__} recomputes its cache within that range; use fewer new tokens."
             )
-
-    def _note_padding(self, slots: SlotCache, real_BL: Tensor) -> None:
-        if slots.length != real_BL.shape[1]:
-            raise ValueError(
-                f"attention_mask: got padding of a prompt of {real_BL.shape[1]} ids that takes {slots.length} places,"
-                " expected rows of one length."
-            )
-        slots.padding = real_BL
 
     def verify(self, state: State, draft: Draft) -> Scores:
         """Run one pass over all nodes of all rows. Returns scores for (B, N)."""

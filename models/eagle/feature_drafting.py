@@ -264,7 +264,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             bias, rope = memory.context_bias(1, level), memory.rope(memory.table, 1, level)
             ancestors = see_ancestors(ancestors, parent_BW.to(carried.device))
             x_Nd, query_BWHE = self.layer.read(memory, entered_BW, carried, bias, rope, ancestors.shape[2] - width)
-            attend = partial(memory.attend_tree, seen_BWM=ancestors)
+            attend = partial(memory.attend, drafted=ancestors.shape[2], seen_BWM=ancestors)
             feature_BWd = self.layer.after_attention(x_Nd, query_BWHE.flatten(0, 1), attend).view(rows, width, -1)
         return tree_builder.finish(self.structure(state).nodes)
 

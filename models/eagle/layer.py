@@ -121,40 +121,30 @@ class FeatureMemory(PendingInputs):
         self.positions = [p + c for p, c in zip(self.positions, counts)]
         self._measure()
 
-    def attend(self, query_BHE: Tensor, part: int | None = None, drafted: int = 0) -> Tensor:
-        """Attend with one query per row to the processed elements and `drafted` further ones, (B, H * E).
+    def attend(
+        self, query_NHE: Tensor, part: int | None = None, drafted: int = 0, seen_BWM: Tensor | None = None
+    ) -> Tensor:
+        """Attend with one query per row to the processed elements and `drafted` further ones, (N, H * E).
 
         Args:
             part: Which half of the keys and values to use, if there are twice as many as queries.
+            seen_BWM: For W queries per row, N = B * W, of a tree's frontier: their ancestors among the drafted nodes.
         """
-        extent = self.end + drafted
-        mask = None
-        if not self.even:
-            slot = torch.arange(extent, device=query_BHE.device)
+        rows, extent, mask = len(self.lengths), self.end + drafted, None
+        if seen_BWM is not None and self.even:
+            mask = torch.cat([seen_BWM.new_ones(rows, seen_BWM.shape[1], self.end), seen_BWM], dim=2)[:, None]
+        elif seen_BWM is not None:
+            mask = visibility(seen_BWM, self._length_B, None, extent)[:, None]
+        elif not self.even:
+            slot = torch.arange(extent, device=query_NHE.device)
             mask = (slot < (self._length_B + drafted)[:, None])[:, None, None]
-        return self._attention(query_BHE[:, :, None], part, extent, mask).reshape(query_BHE.shape[0], -1)
-
-    def _attention(self, query_BHWE: Tensor, part: int | None, extent: int, mask: Tensor | None) -> Tensor:
         keys, values = self._keys[:, :, :extent], self._values[:, :, :extent]
         if part is not None:
             keys, values = keys.chunk(2, dim=1)[part], values.chunk(2, dim=1)[part]
+        query_BHWE = query_NHE.unflatten(0, (rows, -1)).transpose(1, 2)
         grouped = query_BHWE.shape[1] > keys.shape[1]
-        return F.scaled_dot_product_attention(query_BHWE, keys, values, attn_mask=mask, enable_gqa=grouped)
-
-    def attend_tree(self, query_NHE: Tensor, part: int | None = None, *, seen_BWM: Tensor) -> Tensor:
-        """Attend with a frontier's queries, N = B * W, to processed elements and ancestors in the tree, (N, H * E).
-
-        Args:
-            part: As in `attend`.
-        """
-        rows, width, nodes = seen_BWM.shape
-        extent = self.end + nodes
-        if self.even:
-            mask = torch.cat([seen_BWM.new_ones(rows, width, self.end), seen_BWM], dim=2)
-        else:
-            mask = visibility(seen_BWM, self._length_B, None, extent)
-        query_BHWE = query_NHE.unflatten(0, (rows, width)).transpose(1, 2)
-        return self._attention(query_BHWE, part, extent, mask[:, None]).transpose(1, 2).reshape(rows * width, -1)
+        attended_BHWE = F.scaled_dot_product_attention(query_BHWE, keys, values, attn_mask=mask, enable_gqa=grouped)
+        return attended_BHWE.transpose(1, 2).flatten(2).flatten(0, 1)
 
     def select(self, keep: list[int]) -> None:
         self.slots.select(keep)

@@ -107,6 +107,7 @@ class DraftCalls:
     """Drafts chains with a drafter's `DraftLevels`, in calls that subclasses compile or record."""
 
     call: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    fits: Callable[[State, int], bool]  # whether the next draft, of so many elements, is compiled or replayed
     name: str
 
     def __init__(self, drafter: FeatureDrafting):
@@ -127,10 +128,6 @@ class DraftCalls:
         memory.reserve(memory.end + more)
         memory.table = turns(max(memory.positions) + more)
         return self.fits(state, more)
-
-    def fits(self, state: State, more: int) -> bool:
-        """Return whether the next draft of a request, of `more` elements, is compiled or replayed."""
-        raise NotImplementedError
 
     def draft(self, state: State, depth: int) -> Tensor:
         """Read the queued elements and draft ids (B, depth) after the pending ones, after `prepare`."""
