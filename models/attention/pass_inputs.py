@@ -170,13 +170,11 @@ class SlotLayers(Cache):
         """Add rows of another cache of the same model. Padding of both is dropped."""
         if self.slots.padding is not None:
             self.slots.pack(self.slots.padding.tolist())
-        skip = [0] * len(other.slots.lengths)
-        if other.slots.padding is not None:
-            real = other.slots.padding.tolist()
-            if all(row == sorted(row) for row in real):  # left padding: each row's slots are contiguous
-                skip = [row.count(False) for row in real]
-            else:
-                other.slots.pack(real)
+        skip = starts(other.slots)
+        if skip is None:  # a row's slots are not contiguous
+            assert other.slots.padding is not None
+            other.slots.pack(other.slots.padding.tolist())
+            skip = [0] * len(other.slots.lengths)
         self.slots.join(other.slots, take, skip)
         if self.past is not None and other.past is not None:
             self.past.join(other.past, take)

@@ -27,6 +27,7 @@ from visspec.cache import to_device
 from visspec.distributions import Categorical
 from visspec.loop.decode import TokenBuffer
 from visspec.models.decoder import probe
+from visspec.models.runner.compiled import ADAPTER
 from visspec.sampling import process
 from visspec.types import MAX_NODES, Request, Scores, State, Tree
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger(__name__)
 ROOM = 1 << 29  # bytes, by default
-ADAPTED = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # attributes of peft layers
 
 
 class PromptKey(NamedTuple):
@@ -244,7 +244,7 @@ def weights_version(model: nn.Module) -> tuple:
     """Return a value that changes with the weights of a model and with the active adapters."""
     tensors = [*model.parameters(), *model.buffers()]
     version = [(id(x), x.data_ptr(), None if x.is_inference() else x._version) for x in tensors]
-    adapters = [repr(vars(part)[name]) for part in model.modules() for name in ADAPTED if name in vars(part)]
+    adapters = [repr(vars(part)[name]) for part in model.modules() for name in ADAPTER if name in vars(part)]
     return version, adapters
 
 

@@ -30,13 +30,7 @@ from visspec.cache import to_device
 from visspec.distributions import Categorical
 from visspec.grammar import fixed_ids
 from visspec.models.distilled.head import BLANK, GUESSED, KNOWN, DistilledHead
-from visspec.models.image_codes.drafting import (
-    IMPOSSIBLE,
-    ImageNetworkDrafter,
-    check_grid,
-    embedding,
-    warn_of_guidance,
-)
+from visspec.models.image_codes.drafting import IMPOSSIBLE, ImageNetworkDrafter, embedding
 from visspec.models.image_codes.family import Family
 from visspec.sampling import Gumbel, gumbel_given, warp
 from visspec.train.batches import Prediction, TrainingBatch
@@ -74,7 +68,7 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
                 raise ValueError(f"{name}: got {value}, expected at least 1.")
         family = self.subject(target)
         self.check_target(head.config, family)
-        self.head, self.config, self.refine, self.warned = head, head.config, refine, False
+        self.head, self.config, self.refine = head, head.config, refine
         self.traits = DrafterTraits(levels=levels or self.config.levels, adaptive_depth=False, own_noise=True)
         self.attach(family)
 
@@ -108,9 +102,7 @@ class DistilledDrafter(ImageNetworkDrafter, Drafter):
 
     def start(self, state: State, scores: Scores) -> None:
         """Compute keys and values of the prompt."""
-        check_grid(self.config.rows, self.config.columns, state.request)
-        if not self.warned:
-            self.warned = warn_of_guidance(self.config.guidance, state.request.sampling.guidance)
+        self.check_request(state.request)
         prompt, rows = state.request.inputs, state.rows
         embeds, real_BP = prompt.embeds[rows].to(self.table.dtype), prompt.attention[rows]
         _, stored = self.head(*words(embeds, real_BP, self.head))

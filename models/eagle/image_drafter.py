@@ -26,7 +26,7 @@ from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.image_head import ImageHead, ImageHeadConfig
 from visspec.models.eagle.layer import FeatureMemory, head_logits
-from visspec.models.image_codes.drafting import IMPOSSIBLE, ImageNetworkDrafter, check_grid, embedding, warn_of_guidance
+from visspec.models.image_codes.drafting import IMPOSSIBLE, ImageNetworkDrafter, embedding
 from visspec.models.image_codes.family import Family
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.jacobi.drafter import Front, Jacobi, Window
@@ -118,7 +118,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         self.traits = dataclasses.replace(
             self.traits, levels=levels, trees=tree != "chain", own_noise=self.counts is not None
         )
-        self.ahead, self.warned = levels, False
+        self.ahead = levels
         if window:
             self.window = Jacobi(window, redraw="gumbel")
             if levels > window:
@@ -148,9 +148,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
 
     def start(self, state: State, scores: Scores) -> None:
         """Read the prompt: compute keys and values of all elements but the last, which needs the pending token."""
-        check_grid(self.config.rows, self.config.columns, state.request)
-        if not self.warned:
-            self.warned = warn_of_guidance(self.config.guidance, state.request.sampling.guidance)
+        self.check_request(state.request)
         prompt, rows = state.request.inputs, state.rows
         length = prompt.ids.shape[1]
         whole = self._whole(scores).features

@@ -1,4 +1,4 @@
-"""Shared parts of image-code drafters: the target's embeddings, the grid check, and the guidance warning."""
+"""Shared parts of image-code drafters: the target's embeddings, and the base class of those with a network."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ def embedding(family: Family, vocab: int) -> nn.Embedding:
 class ImageNetworkDrafter(checkpoint.NetworkDrafter[Family]):
     """A drafter around a network that was trained for one family, image size and guidance scale."""
 
+    config: Any
+    warned = False  # of another guidance scale
     of_family = True  # `from_pretrained` also takes a family, which knows the model's processor and parts
 
     @classmethod
@@ -57,23 +59,21 @@ class ImageNetworkDrafter(checkpoint.NetworkDrafter[Family]):
             "guidance": target.default_guidance,
         }
 
-
-def check_grid(rows: int, columns: int, request: Request) -> None:
-    """Raise ValueError if the image size differs from the one that a drafter was trained on."""
-    grid = request.grid
-    stride = None if grid is None else request.max_new_tokens // grid[0]
-    if grid is None or (grid[0], stride) != (rows, columns):
-        actual = None if grid is None else (grid[0], stride)
-        raise ValueError(f"grid: got {actual}, expected {(rows, columns)}, the drafter's training size.")
-
-
-def warn_of_guidance(taught: float, scale: float) -> bool:
-    """Warn if the guidance scale is far from the drafter's training. Returns whether it warned."""
-    if taught / OTHER_SCALE <= scale <= taught * OTHER_SCALE:
-        return False
-    warnings.warn(
-        f"guidance: got {scale}, but the drafter was trained with {taught}, so fewer of its drafts will be accepted.",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-    return True
+    def check_request(self, request: Request) -> None:
+        """Check that a request is like the drafter's training: raise ValueError for another image size, and warn once
+        of another guidance scale.
+        """
+        config, grid, scale = self.config, request.grid, request.sampling.guidance
+        actual = None if grid is None else (grid[0], request.max_new_tokens // grid[0])
+        if actual != (config.rows, config.columns):
+            raise ValueError(
+                f"grid: got {actual}, expected {(config.rows, config.columns)}, the drafter's training size."
+            )
+        if not self.warned and not config.guidance / OTHER_SCALE <= scale <= config.guidance * OTHER_SCALE:
+            self.warned = True
+            warnings.warn(
+                f"guidance: got {scale}, but the drafter was trained with {config.guidance}, so fewer of its drafts"
+                " will be accepted.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
