@@ -272,7 +272,7 @@ HOST_COPIES = {  # what a round tells the device goes through `cache.to_device`
     "visspec/tree.py": ["static", "static"],  # of each shape once, as the next two
     "models/drafting/static_tree.py": ["plan"],
     "models/eagle/head.py": ["turns_at", "turns_at"],  # of each length once
-    "models/eagle/sequence.py": [*["plan"] * 2, *["extend"] * 2, "slots_of"],  # of prompts, in training
+    "models/eagle/sequence.py": [*["plan"] * 2, *["extend"] * 2, "compress"],  # of prompts, in training
     "models/decoder/small_model.py": ["_is_content"],
     "models/decoder/probe.py": ["_tokens"],
     "models/lowres/drafter.py": ["small"],

@@ -16,7 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -246,11 +246,8 @@ def steadily() -> Iterator[None]:
     """
     from torch.fx.experimental import _config
 
-    settings: tuple = (_config, "use_duck_shape", False), (torch._dynamo.config, "specialize_float", True)
-    with ExitStack() as stack:
-        for config, name, value in settings:
-            if hasattr(config, name):
-                stack.enter_context(config.patch({name: value}))  # type: ignore[attr-defined]
+    shapes = _config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+    with shapes, torch._dynamo.config.patch(specialize_float=True):
         yield
 
 
