@@ -196,7 +196,7 @@ class NetworkDrafter(Generic[TargetT]):
     @property
     def ids(self) -> Tensor | None:
         """Target ids of the trained logits, in ascending order; None means the target's vocabulary."""
-        return None
+        return getattr(self.head, "ids", None)
 
     def save_pretrained(self, folder: str | Path, provenance: dict[str, Any], dtype: torch.dtype | None = None) -> None:
         """Write model.safetensors (stored as `dtype`), config.json and provenance.json.

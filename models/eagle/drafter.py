@@ -190,10 +190,6 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
     def join(self, state: State, other: State, take: list[int]) -> None:
         state.memory.join(other.memory, take)
 
-    @property
-    def ids(self) -> Tensor | None:
-        return self.head.ids
-
     # --- prompts ------------------------------------------------------------------------------------------------------
 
     def _context(
