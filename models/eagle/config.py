@@ -108,11 +108,6 @@ class EagleConfig(DrafterConfig):
         return normed and plain and self.heads == self.kv_heads
 
     @property
-    def key_heads(self) -> int:
-        """Number of key heads (and of value heads) stored per element."""
-        return 2 * self.kv_heads if self.fusion == "cross" else self.kv_heads
-
-    @property
     def parts(self) -> int:
         """Number of hidden states per token that the target provides, concatenated."""
         return len(self.feature_layers)

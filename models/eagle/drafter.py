@@ -153,7 +153,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         size = BLOCK if features_BLF.device.type == "cpu" else max(layout.token.shape[1], 1)
         starts = range(0, max(layout.token.shape[1], 1), size)
         parts = (self.elements(layout.part(start, size), *arguments)[:2] for start in starts)
-        memory = FeatureMemory(self.config.key_heads, self._first(state, attention), state.request.max_new_tokens)
+        memory = FeatureMemory(self._first(state, attention), state.request.max_new_tokens)
         if self.config.images == "latents" and layout.runs:
             globals_Bd = context[1][layout.last_image.to(context[1].device)]
             memory.image_bias = self.head.shift(globals_Bd).to(self.dtype)

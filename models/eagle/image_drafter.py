@@ -157,7 +157,7 @@ class ImageFeatureDrafter(ImageNetworkDrafter, FeatureDrafting[Family]):
         layout = layouts.plan(self.config, prompt.ids[rows], prompt.attention[rows])
         positions = torch.arange(length, device=embeds.device)[None]
         x, turn, places = self.elements(layout, embeds[:, 1:], features, embeds, positions)
-        memory = ImageMemory(self.config.key_heads, [p - 1 for p in state.position.tolist()])
+        memory = ImageMemory([p - 1 for p in state.position.tolist()])
         first, last = places[:1].expand(length - 1, -1), places[-1:].expand(len(places), -1)
         memory.places = torch.cat([first, places[1:], last]).to(self.dtype)
         self._begin(state, scores, memory)

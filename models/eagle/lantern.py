@@ -126,7 +126,7 @@ class LanternDrafter(ImageFeatureDrafter):
         embeds_RLd, features_RLd = self.head.embed_tokens(ids_RL), torch.cat(features_BLF.chunk(parts, dim=-1))
         positions, none = torch.arange(length, device=ids_RL.device)[None], torch.zeros_like(embeds_RLd[0, :1])
         x, turn, _ = self.elements(layout, embeds_RLd[:, 1:], features_RLd, embeds_RLd, positions, (none, none))
-        memory = ImageMemory(self.config.key_heads, [length - 1] * len(every))
+        memory = ImageMemory([length - 1] * len(every))
         memory.parts = parts
         self._begin(state, scores, memory)
         self._read_prompt(state, memory, layout.lengths, [(x, turn)], features_BLF[:, -1:])

@@ -35,14 +35,12 @@ class FeatureMemory(PendingInputs):
     """Keys, values and queued elements of one request.
 
     Args:
-        heads: Number of key heads, and of value heads.
         first: Position of each row's first element after the prompt.
         answer: Number of elements to expect; room for them is allocated at once, as in `cache.SlotCache`.
     """
 
-    def __init__(self, heads: int, first: list[int], answer: int = 0):
+    def __init__(self, first: list[int], answer: int = 0):
         super().__init__()
-        self.heads = heads
         self.positions = first  # position of each row's next element
         self.slots = SlotCache(len(first), answer)  # with one store, (B, 2K, S, E): keys, then values
         self.image_bias: Tensor | None = None  # (B, d) term of the last global vector in a layer input
@@ -130,7 +128,7 @@ class FeatureMemory(PendingInputs):
             part: Which half of the keys and values to use, if there are twice as many as queries.
             seen_BWM: For W queries per row, N = B * W, of a tree's frontier: their ancestors among the drafted nodes.
         """
-        rows, extent, mask = len(self.lengths), self.end + drafted, None
+        rows, extent, mask = len(self.slots.lengths), self.end + drafted, None
         if seen_BWM is not None and self.even:
             mask = torch.cat([seen_BWM.new_ones(rows, seen_BWM.shape[1], self.end), seen_BWM], dim=2)[:, None]
         elif seen_BWM is not None:
