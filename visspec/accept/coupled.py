@@ -41,10 +41,9 @@ class Coupled(Acceptance):
         if window > denoise.MOST:
             raise ValueError(f"window: got {window}, expected at most {denoise.MOST}.")
         self.window, self.merge = window, merge
-        self.capabilities = Capabilities()
 
     def bind(self, capabilities: Capabilities) -> None:
-        self.capabilities = capabilities
+        super().bind(capabilities)
         if capabilities.steps is not None and not capabilities.steps.noisy:
             raise ValueError("acceptance: coupled needs noise in the target's last step. Pass last_noise=True.")
 

@@ -21,20 +21,16 @@ from torch.nn import functional as F
 from visspec.accept.coupled import accepted_path
 from visspec.distributions import Maps, draw, maps, residual
 from visspec.sampling import ScaleAcceptanceNoise, ScaleGumbel, ScaleNoise
-from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
+from visspec.types import Acceptance, Draft, RuleTraits, Scores, Verdict
 
 
 class Scales(Acceptance):
     """Accepts scales with the codes that plain decoding draws, greedy or sampled."""
 
     traits = RuleTraits("exact", chains_only=True, distribution=Maps)
-    sizes: tuple[int, ...] = ()
-
-    def bind(self, capabilities: Capabilities) -> None:
-        self.sizes = capabilities.scales
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> ScaleNoise:
-        return ScaleGumbel(generators, width, self.sizes)
+        return ScaleGumbel(generators, width, self.capabilities.scales)
 
     def target_maps(self, draft: Draft, distribution: Maps, noise: ScaleNoise) -> Tensor:
         """Return the target's map after each node, (B, N, S)."""
@@ -64,7 +60,7 @@ class Repaired(Scales):
     traits = RuleTraits("exact", judges_draws=True, chains_only=True, distribution=Maps)
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> ScaleNoise:
-        return ScaleAcceptanceNoise(generators, self.sizes)
+        return ScaleAcceptanceNoise(generators, self.capabilities.scales)
 
     def target_maps(self, draft: Draft, distribution: Maps, noise: ScaleNoise) -> Tensor:
         uniform, fresh, _ = _wide(noise.codes(draft.tree.size), distribution).unbind(dim=-1)

@@ -28,7 +28,7 @@ from visspec.accept.coupled import accepted_path
 from visspec.accept.denoise import candidate, log_ratios, select_candidate
 from visspec.distributions import Denoising, denoising
 from visspec.sampling import Normals
-from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
+from visspec.types import Acceptance, Draft, RuleTraits, Scores, Verdict
 
 
 class Surrogate(Acceptance):
@@ -44,10 +44,6 @@ class Surrogate(Acceptance):
         if tries < 1:
             raise ValueError(f"tries: got {tries}, expected at least 1.")
         self.tries = tries
-        self.capabilities = Capabilities()
-
-    def bind(self, capabilities: Capabilities) -> None:
-        self.capabilities = capabilities
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Normals:
         return Normals(generators, *self.capabilities.chains, (1, self.tries))
