@@ -2,7 +2,7 @@
 
 All layouts use `Weights`: safetensors (pickles raise; `visspec convert` converts them), renamed by an ordered list of
 rules and copied into a module strictly, with errors that give a tensor's published name. Each family has a
-`models/*/layout.py` with one function that infers the network's configuration and one that loads it.
+`models/*/layout.py` with a function that infers the network's configuration from shapes and loads it.
 """
 
 from __future__ import annotations
