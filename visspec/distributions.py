@@ -351,11 +351,6 @@ class Trajectory(Distribution):
         return self, lawful_BN
 
 
-def denoising(distribution: Distribution) -> Denoising:
-    """Cast a distribution to `Denoising`. `setup.check` has checked the type."""
-    return cast(Denoising, distribution)
-
-
 class Maps(Distribution):
     """Distributions over maps of codes, such as the scales of VAR, from float32 logits (B, N, S, V). Node (b, n) has
     count (B, N) codes, which are independent given the earlier nodes. Values: (B, N, S).
@@ -405,8 +400,3 @@ class Maps(Distribution):
         sound = ~(logits.isnan() | logits.isposinf()).any(dim=-1)
         lawful_BN = ((possible & sound) | ~self.real).all(dim=-1)
         return Maps(torch.where(lawful_BN[..., None, None], logits, 0.0), self.count), lawful_BN
-
-
-def maps(distribution: Distribution) -> Maps:
-    """Cast a distribution to `Maps`. `setup.check` has checked the type."""
-    return cast(Maps, distribution)

@@ -270,13 +270,9 @@ def ranks(tree: Tree) -> Tensor:
 
 
 def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Tensor:
-    """Apply guidance (if `uncond` is given), temperature, top-k and top-p: (..., V) -> float32 (..., V), -inf where a
-    token was cut. Greedy sampling only applies guidance. Not differentiable. See `kernels.guided_warp`.
-
-    Args:
-        logits: Logits (..., V).
-        sampling: Temperature, top-k, top-p and guidance scale.
-        uncond: Logits without the prompt, for guidance.
+    """Apply guidance (if `uncond`, the logits without the prompt, is given), temperature, top-k and top-p: (..., V) ->
+    float32 (..., V), -inf where a token was cut. Greedy sampling only applies guidance. Not differentiable. See
+    `kernels.guided_warp`.
     """
     temperature = sampling.temperature
     if uncond is None and (temperature == 0 or not (0 < sampling.top_k < logits.shape[-1] or sampling.top_p < 1.0)):

@@ -26,10 +26,6 @@ _derived: WeakKeyDictionary[Tree, dict[Callable, Any]] = WeakKeyDictionary()  # 
 def static(parent: tuple[int, ...], device: str = "cpu") -> Tree:
     """Return a static tree from its parents (-1, 0, 0, 1, ...), shared by all rows and cached. Raises ValueError if a
     parent does not come before its child.
-
-    Args:
-        parent: Index of each node's parent, -1 for the root, which comes first.
-        device: Where the tree's tensors are.
     """
     if not parent or parent[0] != -1:
         raise ValueError(f"parent: got {parent!r}, expected a tuple that starts with the root's -1.")
@@ -92,12 +88,7 @@ def roots(tree: Tree) -> Tensor:
 
 
 def chain(levels: int, device: str = "cpu") -> Tree:
-    """Return a tree of the root and `levels` nodes, one below the other.
-
-    Args:
-        levels: Nodes below the root.
-        device: Where the tree's tensors are.
-    """
+    """Return a tree of the root and `levels` nodes, one below the other."""
     return static(tuple(range(-1, levels)), device)
 
 

@@ -570,12 +570,8 @@ class Acceptance:
         raise NotImplementedError
 
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
-        """Select the accepted nodes.
-
-        Args:
-            draft: The nodes.
-            scores: The target's distributions after each node.
-            noise: Random numbers; None for greedy decoding.
+        """Select the accepted nodes of a draft, given the target's scores of them and the request's random numbers;
+        None for greedy decoding.
         """
         raise NotImplementedError
 

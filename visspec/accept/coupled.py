@@ -12,12 +12,13 @@ The declared target adds noise in its last step too; otherwise no draft would ev
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from visspec.accept import denoise
-from visspec.distributions import Denoising, denoising
+from visspec.distributions import Denoising
 from visspec.sampling import Normals
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
@@ -55,7 +56,7 @@ class Coupled(Acceptance):
 
     def __call__(self, draft: Draft, scores: Scores, noise: Normals | None) -> Verdict:
         assert noise is not None
-        distribution, nodes = denoising(scores.distribution), draft.tree.size
+        distribution, nodes = cast(Denoising, scores.distribution), draft.tree.size
         numbers = noise.numbers(nodes)
         if draft.q is None and self.window == 1:
             ends = distribution.value(numbers.start, numbers.steps)

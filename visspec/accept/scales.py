@@ -13,13 +13,14 @@ residual [p - q]+, so codes agree with probability 1 - TV. It keeps the distribu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from visspec.accept.coupled import accepted_path
-from visspec.distributions import Maps, draw, maps, residual
+from visspec.distributions import Maps, draw, residual
 from visspec.sampling import ScaleAcceptanceNoise, ScaleGumbel, ScaleNoise
 from visspec.types import Acceptance, Draft, RuleTraits, Scores, Verdict
 
@@ -37,7 +38,7 @@ class Scales(Acceptance):
         return (distribution.logits + _wide(noise.codes(draft.tree.size), distribution)).argmax(dim=-1)
 
     def __call__(self, draft: Draft, scores: Scores, noise: ScaleNoise | None) -> Verdict:
-        distribution, size = maps(scores.distribution), draft.value.shape[-1]
+        distribution, size = cast(Maps, scores.distribution), draft.value.shape[-1]
         codes_BNS = (
             distribution.logits.argmax(dim=-1) if noise is None else self.target_maps(draft, distribution, noise)
         )
@@ -71,7 +72,7 @@ class Repaired(Scales):
         if draft.q is None:
             q = torch.zeros_like(head).scatter_(-1, drafted[..., None], 1.0)
         else:
-            q = maps(draft.q).p[:, 1:, : head.shape[2]]
+            q = cast(Maps, draft.q).p[:, 1:, : head.shape[2]]
         own = repair_codes(drafted, head, q, uniform[:, :-1], fresh[:, :-1])
         if draft.real is not None:
             own = torch.where(draft.real[:, 1:, None], own, draw(head, fresh[:, :-1]))

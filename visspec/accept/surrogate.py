@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch import Tensor
 from visspec.accept import denoise
 from visspec.accept.coupled import accepted_path
 from visspec.accept.denoise import candidate, log_ratios, select_candidate
-from visspec.distributions import Denoising, denoising
+from visspec.distributions import Denoising
 from visspec.sampling import Normals
 from visspec.types import Acceptance, Draft, RuleTraits, Scores, Verdict
 
@@ -50,7 +51,7 @@ class Surrogate(Acceptance):
 
     def __call__(self, draft: Draft, scores: Scores, noise: Normals | None) -> Verdict:
         assert noise is not None
-        distribution, nodes = denoising(scores.distribution), draft.tree.size
+        distribution, nodes = cast(Denoising, scores.distribution), draft.tree.size
         numbers, drafted = noise.numbers(nodes), denoise.child_trajectories(draft)
         if drafted is None:
             own = distribution.value(numbers.start, numbers.steps)

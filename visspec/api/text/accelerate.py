@@ -107,11 +107,8 @@ def accelerate(
 
 
 def speculative(drafter: DrafterSpec = "auto", **options) -> Speculative:
-    """Create a hook for `model.generate(..., custom_generate=visspec.speculative(...))`.
-
-    Args:
-        drafter: As in `accelerate`.
-        options: Options of `accelerate`.
+    """Create a hook for `model.generate(..., custom_generate=visspec.speculative(...))`, given arguments of
+    `accelerate`.
     """
     return Speculative(drafter, options)
 
