@@ -39,8 +39,8 @@ class OwnImageModel(PreTrainedModel):
 
     @property
     def image_codec(self) -> Any:
-        """The codec that decodes codes to images."""
-        return getattr(self, "codec", None)
+        """The codec that decodes codes or vectors to images; None if the folder has none."""
+        return getattr(self, "codec", getattr(self, "autoencoder", None))
 
     @classmethod
     def of(cls, entries: dict[str, Any], settings: dict[str, Any], **parts: nn.Module) -> Self:
@@ -64,11 +64,6 @@ class OwnImageModel(PreTrainedModel):
         super().save_pretrained(save_directory, *args, **options)
         if self.generation_config is not None:
             self.generation_config.save_pretrained(save_directory)
-
-    def guidance(self, settings: GenerationConfig | None) -> float:
-        """Return the guidance scale of these settings, by default the folder's."""
-        scale = getattr(settings or self.generation_config, "guidance_scale", None)
-        return 1.0 if scale is None else float(scale)
 
     @classmethod
     def read(cls, folder: str | Path, dtype: torch.dtype = torch.float32) -> Self:
@@ -96,14 +91,14 @@ class OwnImageModel(PreTrainedModel):
         return model.eval()
 
 
-def unpack(model: Any, codec: Any, settings: GenerationConfig | None = None) -> tuple[Any, Any, float | None]:
+def unpack(model: Any, codec: Any) -> tuple[Any, Any, float | None]:
     """Return the network, the codec and the guidance scale of a folder's model; for a bare network, no guidance scale.
 
     Args:
         codec: Replaces the model's codec if not None.
-        settings: A generation_config that replaces the model's.
     """
     if not isinstance(model, OwnImageModel):
         return model, codec, None
     own = model.image_codec if codec is None else codec
-    return getattr(model, model.base_model_prefix), own, model.guidance(settings)
+    scale = getattr(model.generation_config, "guidance_scale", None)
+    return getattr(model, model.base_model_prefix), own, 1.0 if scale is None else float(scale)

@@ -113,6 +113,15 @@ def rotations(length: int, size: int, theta: float, device: torch.device | str) 
     return torch.polar(torch.ones_like(angle), angle)
 
 
+def grid_rotations(place: Tensor, size: int, theta: float) -> Tensor:
+    """Return rotations (..., E / 2), complex64, of a head's pairs at places (..., 2), the first half by row and the
+    second by column, computed in float32 whatever the model's dtype.
+    """
+    frequency = theta ** -(torch.arange(0, size, 4, device=place.device, dtype=torch.float32) / size)
+    angle = (place[..., None] * frequency).flatten(-2)
+    return torch.polar(torch.ones_like(angle), angle)
+
+
 def rotate(x_BTHE: Tensor, turn_BTC: Tensor) -> Tensor:
     """Rotate pairs of adjacent channels, out of place, differentiably, in float32."""
     pairs = torch.view_as_complex(x_BTHE.float().unflatten(-1, (-1, 2)))

@@ -2,7 +2,7 @@
 
 All layouts use `Weights`: safetensors (pickles raise; `visspec convert` converts them), renamed by an ordered list of
 rules and copied into a module strictly, with errors that give a tensor's published name. Each family has a
-`models/*/layout.py` with one function that infers the network's configuration and one that loads it.
+`models/*/layout.py` with a function that infers the network's configuration from shapes and loads it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from visspec.io.checkpoint import (
     check_shapes,
     inside,
     load_strictly,
-    read_file,
+    read_files,
     unwrap_names,
     weight_files,
 )
@@ -53,7 +53,7 @@ def read_all_tensors(path: str | Path) -> dict[str, Tensor]:
         raise ValueError(f"checkpoint: {path} holds {PICKLE.format(path.name)}.")
     tensors: dict[str, Tensor] = {}
     for file in weight_files(path) if path.is_dir() else [inside(path.parent, path.name)]:
-        new = read_file(file, lambda opened, name: opened.get_tensor(name))
+        new = read_files([file], lambda opened, name: opened.get_tensor(name))
         twice = sorted(tensors.keys() & new.keys())
         if twice:
             raise ValueError(f"checkpoint: {path} holds tensor {twice[0]!r} twice, expected the path of one model.")

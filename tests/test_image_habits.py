@@ -24,7 +24,7 @@ from visspec.accept.rejection import Rejection
 from visspec.api import saving
 from visspec.api.images.pipeline import ImagePipeline
 from visspec.models.eagle.image_drafter import ImageFeatureDrafter
-from visspec.models.image_codes.family import family_of, prompt_of
+from visspec.models.image_codes.family import family_of
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.types import State
 
@@ -63,7 +63,7 @@ def test_negative_prompt_rows(name):
     case, texts = reading(name), texts_for(name)
     family, layout = case.family, case.layout
     negative = [texts[2], "", texts[0]]
-    result = rows_of(prompt_of(family, texts, True, layout, negative))
+    result = rows_of(family.prompt(texts, True, layout, negative))
     alone = rows_of(family.prompt(texts, True, layout))
     assert all(a.equal(b) for a, b in zip(result[:3], alone[:3]))
     assert result[3].equal(alone[2]) and result[5].equal(alone[0])
@@ -72,7 +72,7 @@ def test_negative_prompt_rows(name):
         assert result[4].equal(rows_of(bare.prompt(texts, True, layout))[4]) and not result[4].equal(alone[4])
     else:
         assert result[4].equal(alone[4])
-    unguided = prompt_of(family, texts, False, layout, negative)
+    unguided = family.prompt(texts, False, layout, negative)
     assert len(unguided.embeds) == 3 and unguided.embeds.equal(family.prompt(texts, False, layout).embeds)
 
 
@@ -85,7 +85,7 @@ def test_guidance_away_from_prompt(name):
     def with_negative(negative, guidance):
         def prompt(rows):
             chosen = None if negative is None else [negative[r] for r in rows]
-            return prompt_of(family, [texts[r] for r in rows], guidance != 1.0, layout, chosen)
+            return family.prompt([texts[r] for r in rows], guidance != 1.0, layout, chosen)
 
         return replace(case, guidance=guidance, prompt=prompt)
 

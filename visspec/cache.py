@@ -151,7 +151,11 @@ class SlotCache:
         if self.keys and self.keys[0].shape[2] < self._extent:
             for store in (self.keys, self.values):
                 for layer, old in enumerate(store):
-                    store[layer] = self._enlarged_store(old)
+                    had = old.shape[2]
+                    more = max(self._extent + GROW, had * 3 // 2)
+                    room = first_room(self._extent, self.answer) if self.lean else more
+                    store[layer] = self._allocate(old, room)
+                    store[layer][:, :, :had] = old
             self.lean = False
 
     def _allocate(self, like: Tensor, slots: int) -> Tensor:
@@ -159,30 +163,19 @@ class SlotCache:
         # zeros, not empty: masked slots are multiplied by 0, and 0 * NaN is NaN
         return torch.zeros(rows + self.spare, heads, slots, size, dtype=like.dtype, device=like.device)[:rows]
 
-    def _enlarged_store(self, old: Tensor) -> Tensor:
-        size = max(self._extent + GROW, old.shape[2] * 3 // 2)
-        if self.lean:
-            size = first_room(self._extent, self.answer)
-        new = self._allocate(old, size)
-        new[:, :, : old.shape[2]] = old
-        return new
-
     def commit(self, paths: list[list[int]]) -> None:
         """Keep the nodes of each row's path, in order, and advance the row's length. Paths start with node 0."""
         if any(path != list(range(len(path))) for path in paths):
             longest = max(len(path) for path in paths)
             padded = [path + [0] * (longest - len(path)) for path in paths]
             moves = [[n, len(p), *q] for n, p, q in zip(self.lengths, paths, padded)]
-            for stores in self._alike():
+            groups: dict[tuple, list[Tensor]] = {}
+            for store in (*self.keys, *self.values):
+                groups.setdefault((store.device, store.shape, store.dtype), []).append(store)
+            for stores in groups.values():
                 told_BX = to_device(moves, stores[0].device)
                 kernels.commit_kv(stores, told_BX[:, 0], told_BX[:, 2:], told_BX[:, 1])
         self.lengths = [n + len(path) for n, path in zip(self.lengths, paths)]
-
-    def _alike(self) -> list[list[Tensor]]:
-        groups: dict[tuple, list[Tensor]] = {}
-        for store in (*self.keys, *self.values):
-            groups.setdefault((store.device, store.shape, store.dtype), []).append(store)
-        return list(groups.values())
 
     def select(self, keep: list[int]) -> None:
         """Keep only these rows, in this order; keep[b] >= b. The room behind the last row is kept."""

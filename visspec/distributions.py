@@ -25,7 +25,6 @@ BLOCK = 128  # ids of a block of `argmax` and `topk`
 LEAST = 64 * BLOCK  # two steps are slower for fewer ids
 
 Predict = Callable[[Tensor, Tensor | int, Tensor | None], tuple[Tensor, Tensor | None]]
-Ends = Callable[[Tensor, Tensor, "DenoisingSteps"], Tensor]
 
 
 class Distribution:
@@ -239,29 +238,27 @@ class Denoising(Distribution):
     Args:
         predict: Maps points (M, W, d), their steps (M, W) int64 (or one step for one point of every chain), and indices
             (M,) of the chains among the B N (None: all) to estimates of the value (M, W, d) and shares (M, W, d) of log
-            sigma between its bounds (None if deviations are fixed).
+            sigma between its bounds (None if deviations are fixed). None: a method of the subclass.
         steps: The coefficients.
         shape: (B, N).
         size: The size d of a vector.
         calls: Counts calls of `predict` under `name`.
         name: The name.
-        ends: Maps start (M, d), normal numbers (M, S, d) and steps to values (M, d), if that is faster than step by
-            step.
     """
 
     def __init__(
         self,
-        predict: Predict,
+        predict: Predict | None,
         steps: DenoisingSteps,
         shape: tuple[int, int],
         size: int,
         calls: Counter[str] | None = None,
         name: str = "head",
-        ends: Ends | None = None,
     ):
-        self.predict, self.steps, self.shape, self.size = predict, steps, shape, size
+        if predict is not None:
+            self.predict = predict
+        self.steps, self.shape, self.size = steps, shape, size
         self.calls, self.name = Counter() if calls is None else calls, name
-        self.ends = ends
 
     @property
     def width(self) -> int:
@@ -271,7 +268,12 @@ class Denoising(Distribution):
     def kernel(self, x_MWd: Tensor, step_MW: Tensor, chains_M: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return each next point's mean (M, W, d), log sigma (M, W, 1 or d), and the estimated value (M, W, d)."""
         value, share = self.estimate(x_MWd, step_MW, chains_M)
-        return *self.gaussian(x_MWd, step_MW, value, share), value
+        steps = self.steps
+        mean = steps.keep[step_MW][..., None] * x_MWd + steps.move[step_MW][..., None] * value
+        log_sigma = steps.low[step_MW][..., None]
+        if share is not None:
+            log_sigma = log_sigma + share * (steps.high[step_MW][..., None] - log_sigma)
+        return mean, log_sigma, value
 
     def estimate(
         self, x_MWd: Tensor, step_MW: Tensor | int, chains_M: Tensor | None = None
@@ -279,15 +281,6 @@ class Denoising(Distribution):
         """Call `predict` and count the call."""
         self.calls[self.name] += 1
         return self.predict(x_MWd, step_MW, chains_M)
-
-    def gaussian(self, x: Tensor, step: Tensor, value: Tensor, share: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return (mean, log sigma) of the points after x (..., d), given estimates of the value and shares."""
-        steps = self.steps
-        mean = steps.keep[step][..., None] * x + steps.move[step][..., None] * value
-        log_sigma = steps.low[step][..., None]
-        if share is not None:
-            log_sigma = log_sigma + share * (steps.high[step][..., None] - log_sigma)
-        return mean, log_sigma
 
     def sample(self, start_Md: Tensor, normal_MSd: Tensor) -> Trajectory:
         """Sample one value from each of the M = B N distributions, step by step, with the given normal numbers."""
@@ -298,9 +291,6 @@ class Denoising(Distribution):
 
     def value(self, start_Md: Tensor, normal_MSd: Tensor) -> Tensor:
         """Return the values of `sample`, (M, d)."""
-        if self.ends is not None:
-            self.calls[self.name] += len(self.steps)
-            return self.ends(start_Md, normal_MSd, self.steps)
         for point, *_ in self._walk(start_Md, normal_MSd):
             end = point
         return end
@@ -361,11 +351,6 @@ class Trajectory(Distribution):
         return self, lawful_BN
 
 
-def denoising(distribution: Distribution) -> Denoising:
-    """Cast a distribution to `Denoising`. `setup.check` has checked the type."""
-    return cast(Denoising, distribution)
-
-
 class Maps(Distribution):
     """Distributions over maps of codes, such as the scales of VAR, from float32 logits (B, N, S, V). Node (b, n) has
     count (B, N) codes, which are independent given the earlier nodes. Values: (B, N, S).
@@ -415,8 +400,3 @@ class Maps(Distribution):
         sound = ~(logits.isnan() | logits.isposinf()).any(dim=-1)
         lawful_BN = ((possible & sound) | ~self.real).all(dim=-1)
         return Maps(torch.where(lawful_BN[..., None, None], logits, 0.0), self.count), lawful_BN
-
-
-def maps(distribution: Distribution) -> Maps:
-    """Cast a distribution to `Maps`. `setup.check` has checked the type."""
-    return cast(Maps, distribution)

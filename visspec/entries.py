@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
+
+from visspec.io.included import load
 
 NEEDS = ("", "text", "codes", "any order", "vectors", "maps")  # what the models of an entry generate
 VALUES: dict[
@@ -27,10 +28,7 @@ class Entry(NamedTuple):
     checkpoint: str = ""  # trained drafters: the `kind` or `model_type` in the config.json of their weights
 
     def load(self) -> Any:
-        if not isinstance(self.target, str):
-            return self.target
-        module, name = self.target.split(":")
-        return getattr(import_module(module), name)
+        return load(self.target) if isinstance(self.target, str) else self.target
 
 
 def options_of(kind: Callable[..., object]) -> dict[str, tuple[str, Any]]:

@@ -142,7 +142,7 @@ class AcceptanceNoise(Uniform):
     def accept_uniforms(self, tree: Tree) -> tuple[Tensor, Tensor]:
         """Return a coin for each node (B, N), by its depth and rank among siblings, and one for the residual (B,)."""
         window_BTU = self.window(tree.levels + 1)
-        coins_BN = window_BTU.flatten(1).gather(1, trees.tree_cache(tree, _coin).expand(len(window_BTU), -1))
+        coins_BN = window_BTU.flatten(1).gather(1, _coin(tree).expand(len(window_BTU), -1))
         return coins_BN, window_BTU[:, 0, SIBLINGS].contiguous()
 
 
@@ -251,11 +251,13 @@ class TrajectoryNumbers(NamedTuple):
     chances: Tensor  # (M, R, K) logarithms of uniform numbers
 
 
+@trees.cached_by_tree
 def _coin(tree: Tree) -> Tensor:
     """Return the index of each node's coin among the numbers of a window, (1|B, N)."""
     return place(tree) * (SIBLINGS + 2) + ranks(tree).clamp(max=SIBLINGS - 1)
 
 
+@trees.cached_by_tree
 def place(tree: Tree) -> Tensor:
     """Return the number of levels between the first drafted position and each node, (1|B, N)."""
     return (tree.depth - 1).clamp(min=0)
@@ -268,13 +270,9 @@ def ranks(tree: Tree) -> Tensor:
 
 
 def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Tensor:
-    """Apply guidance (if `uncond` is given), temperature, top-k and top-p: (..., V) -> float32 (..., V), -inf where a
-    token was cut. Greedy sampling only applies guidance. Not differentiable. See `kernels.guided_warp`.
-
-    Args:
-        logits: Logits (..., V).
-        sampling: Temperature, top-k, top-p and guidance scale.
-        uncond: Logits without the prompt, for guidance.
+    """Apply guidance (if `uncond`, the logits without the prompt, is given), temperature, top-k and top-p: (..., V) ->
+    float32 (..., V), -inf where a token was cut. Greedy sampling only applies guidance. Not differentiable. See
+    `kernels.guided_warp`.
     """
     temperature = sampling.temperature
     if uncond is None and (temperature == 0 or not (0 < sampling.top_k < logits.shape[-1] or sampling.top_p < 1.0)):
@@ -304,8 +302,6 @@ def process(logits_BNV: Tensor, draft: Draft, state: State, uncond_BNV: Tensor |
 
     Args:
         logits_BNV: The target's logits after every node.
-        draft: The draft.
-        state: The request.
         uncond_BNV: Logits without the prompt, for guidance.
     """
     sampling, rows = state.request.sampling, len(state.rows)
@@ -393,11 +389,6 @@ def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Catego
 
     Without noise this is the argmax. Otherwise `BufferedNoise.draft` returns either a point mass, the argmax under the
     noise of the position, or a real sample with its distribution.
-
-    Args:
-        logits_BV: The drafter's logits.
-        state: The request.
-        level: Levels between the pending token's successor and this token.
     """
     logits_BV = warp(logits_BV, state.request.sampling)
     return (argmax(logits_BV), None) if state.noise is None else state.noise.draft(Categorical(logits_BV), level)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 GUARANTEES = ("approximate", "exact for the declared target", "exact")  # weakest first
 FREE = -1  # in `Request.fixed`: a position without a fixed token
 MAX_NODES = 1024  # maximum number of nodes of a draft, root included
+Tokenizer = Any  # a tokenizer of transformers, or anything that is called like one
+Processor = Any  # a processor of transformers, or anything that is called like one and has its `tokenizer`
+ConfiguredModel = Any  # a model of transformers, or one of ours that is configured like one
 
 
 @dataclass(frozen=True)
@@ -167,42 +170,6 @@ class Request:
         return range(self.grid[0] * self.grid[1]) if self.order is None else self.order
 
 
-class Tokenizer(Protocol):
-    """The interface of a transformers tokenizer."""
-
-    padding_side: str
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the ids of texts."""
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of ids."""
-
-
-class Processor(Protocol):
-    """The interface of a transformers processor, which turns texts and pictures into model inputs."""
-
-    tokenizer: Tokenizer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the inputs of a model."""
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        """Return the text of ids."""
-
-
-class ConfiguredModel(Protocol):
-    """A transformers model, or one of ours that is configured like one."""
-
-    config: Any
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
 class RowProcessor:
     """Base class of logits processors that are called for one row at a time, with any prefix."""
 
@@ -328,20 +295,12 @@ class State:
         return max(map(self.room, self.rows))
 
     def room(self, row: int) -> int:
-        """Return the number of tokens that an original row may still emit.
-
-        Args:
-            row: Original number of the row.
-        """
+        """Return the number of tokens that an original row may still emit."""
         own = self.request.each[row] if self.request.each else self.request
         return own.max_new_tokens - len(self.output.tokens[row])
 
     def ids(self, row: int) -> Tensor:
-        """Return prompt and emitted tokens of an original row, (1, length).
-
-        Args:
-            row: Original number of the row.
-        """
+        """Return prompt and emitted tokens of an original row, (1, length)."""
         return self.output.ids(row)
 
 
@@ -373,7 +332,11 @@ class Capabilities:
 
 
 class Target:
-    """Base class of targets: the model to accelerate."""
+    """Base class of targets: the model to accelerate.
+
+    `state` is the state of a request, `keep` and `take` are indices of its live rows. Methods that a target does not
+    support raise ValueError.
+    """
 
     capabilities: Capabilities
     passes: Any = None  # compiled passes (`models.runner`), if any
@@ -395,9 +358,6 @@ class Target:
     def fix_widths(self) -> None:
         """Make the result of each row independent of its batch (`models.runner.widths`). Called once, before any
         request.
-
-        Raises:
-            ValueError: If the target does not support it.
         """
         raise ValueError(f"batch_invariant: got {type(self).__name__}, expected text, or images in raster order.")
 
@@ -407,26 +367,13 @@ class Target:
         raise NotImplementedError
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
-        """Run the prompt.
-
-        Args:
-            request: The request.
-
-        Returns:
-            The new state, and scores with distributions (B, 1) after the prompt and features (B, L, F).
+        """Run the prompt. Returns the new state, and scores with distributions (B, 1) after the prompt and features (B,
+        L, F).
         """
         raise NotImplementedError
 
     def verify(self, state: State, draft: Draft) -> Scores:
-        """Run one pass over all nodes of all live rows.
-
-        Args:
-            state: The state of the request.
-            draft: Nodes to score; node 0 is the pending token.
-
-        Returns:
-            Scores with distributions (B, N).
-        """
+        """Run one pass over all nodes of a draft, in all live rows. Returns scores with distributions (B, N)."""
         raise NotImplementedError
 
     def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
@@ -435,7 +382,6 @@ class Target:
         Call it for the nodes in order of their levels, the pending node first. `verify` overwrites what it caches.
 
         Args:
-            state: The state of the request.
             value: The node (B,).
             level: The level of the node below the pending one.
             skip: Indices of the layers to leave out.
@@ -443,40 +389,21 @@ class Target:
         raise ValueError(f"drafter: {type(self).__name__} can't run single layers. Choose another drafter.")
 
     def keys_and_values(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-        """Return read-only keys and values (B, H, S, E) of layers, and a mask (B, S) of committed slots (None: all).
-
-        Args:
-            state: The request.
-            layers: Indices of layers.
-        """
+        """Return read-only keys and values (B, H, S, E) of layers, and a mask (B, S) of committed slots (None: all)."""
         raise ValueError(f"drafter: {type(self).__name__} does not expose keys and values. Choose another drafter.")
 
     def law(self, request: Request) -> Callable[[Tensor], Tensor] | None:
         """Return a function from hidden states (..., X), the "states" in `Scores.aux`, to log-distributions (..., V).
         They are correct up to a constant and ignore the grammar. The function may be wrong, so compare its results with
         those of a pass. None if the head can't be run alone.
-
-        Args:
-            request: The request.
         """
         return None
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
-        """Keep the accepted nodes in the cache.
-
-        Args:
-            state: The request.
-            draft: The round's draft.
-            outcome: What the host knows of the round: lengths and paths.
-        """
+        """Keep the accepted nodes of the round's draft in the cache."""
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Keep only these live rows, given by index.
-
-        Args:
-            state: The request.
-            keep: Indices of the live rows to keep.
-        """
+        """Keep only these live rows."""
 
     @property
     def pads(self) -> bool:
@@ -484,36 +411,19 @@ class Target:
         return False
 
     def finish(self, state: State) -> None:
-        """Release what the request borrowed. Called when a request has ended, unless an exception ended it.
-
-        Args:
-            state: The request.
-        """
+        """Release what the request borrowed. Called when a request has ended, unless an exception ended it."""
 
     def join(self, state: State, other: State, take: list[int]) -> None:
-        """Append live rows of another request to the live rows.
-
-        Args:
-            state: The state to extend.
-            other: The other request's state, which is not changed.
-            take: Indices of the rows to add.
-
-        Raises:
-            ValueError: If the target does not support it.
-        """
+        """Append live rows of another request, whose state is not changed, to the live rows."""
         raise ValueError(f"stream: {type(self).__name__} does not support adding rows to a running batch.")
 
     def revise(self, state: State, value: Tensor, where: Tensor, seen: Tensor) -> Scores:
         """Run one pass over positions of an image in any order.
 
         Args:
-            state: The state of the request.
             value: Tokens (B, N) to run.
             where: Positions (B, N) of the tokens.
             seen: Attention mask of the tokens, True where one attends to a slot.
-
-        Raises:
-            ValueError: If the target does not support it.
         """
         raise ValueError(f"order: {type(self).__name__} can only decode in raster order.")
 
@@ -541,7 +451,8 @@ class DrafterTraits:
 
 class Drafter:
     """Base class of drafters, which propose tokens cheaply. A drafter may serve several requests and threads at once.
-    It must not write to its arguments; data about a request goes to `state.memory`.
+    It must not write to its arguments; data about a request goes to `state.memory`. `state` is the state of a request,
+    `keep` and `take` are indices of its live rows.
     """
 
     traits = DrafterTraits()
@@ -564,12 +475,7 @@ class Drafter:
         """Prepare to record calls as CUDA graphs. Called if the target's passes are recorded; a no-op by default."""
 
     def save_pretrained(self, folder: Path, record: dict[str, Any]) -> None:
-        """Write configuration and weights. Only for drafters whose `saved_as` is "network".
-
-        Args:
-            folder: The folder to write to.
-            record: Provenance to store with the weights.
-        """
+        """Write configuration, weights and `record`, their provenance. Only if `saved_as` is "network"."""
         raise NotImplementedError
 
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
@@ -587,34 +493,23 @@ class Drafter:
         raise ValueError(f"form: {kind} has no form {form!r}. Other engines can't read this drafter.")
 
     def attach(self, target: Any) -> None:
-        """Connect to the model or image family. Called when a setup is built, and after device or dtype changed.
-
-        Args:
-            target: The transformers model, or the image family.
+        """Connect to the transformers model or image family. Called when a setup is built, and after device or dtype
+        changed.
         """
 
     def start(self, state: State, scores: Scores) -> None:
-        """Process the scores of the prefill. Called once per request.
-
-        Args:
-            state: The request.
-            scores: The target's distribution and features after the prompt.
+        """Process the scores of the prefill: the target's distribution and features after the prompt. Called once per
+        request.
         """
 
     def propose(self, state: State, depth: int) -> Draft:
-        """Propose a draft.
-
-        Args:
-            state: The state of the request.
-            depth: Maximum number of levels. A draft may have fewer, never more.
-        """
+        """Propose a draft of at most `depth` levels."""
         raise NotImplementedError
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        """Process the result of a round.
+        """Process the result of a round, after which `state` has advanced.
 
         Args:
-            state: The state after the round.
             draft: The draft that was verified.
             scores: The target's scores of its nodes.
             verdict: The result of the acceptance rule, on the device.
@@ -622,19 +517,10 @@ class Drafter:
         """
 
     def finish(self, state: State) -> None:
-        """Release what the request used. Called when a request has ended, unless an exception ended it.
-
-        Args:
-            state: The request.
-        """
+        """Release what the request used. Called when a request has ended, unless an exception ended it."""
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Keep only these live rows, given by index.
-
-        Args:
-            state: The request.
-            keep: Indices of the live rows to keep.
-        """
+        """Keep only these live rows."""
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         """Add live rows of another request after its `start`. Only called with `traits.joins`.
@@ -646,11 +532,7 @@ class Drafter:
         """
 
     def sketch(self, state: State) -> Tensor:
-        """Draft whole images after the prefill. Returns codes (B, rows * columns) of the live rows, in raster order.
-
-        Args:
-            state: The request.
-        """
+        """Draft whole images after the prefill. Returns codes (B, rows * columns) of the live rows, in raster order."""
         raise NotImplementedError
 
 
@@ -675,30 +557,21 @@ class Acceptance:
     """Base class of acceptance rules, which select the accepted nodes of a draft."""
 
     traits = RuleTraits()
+    capabilities = Capabilities()  # those of the target
 
     def bind(self, capabilities: Capabilities) -> None:
-        """Adapt the rule to a target. Called on a copy of the user's rule when a setup is built.
-
-        Args:
-            capabilities: Those of the target.
-        """
+        """Adapt the rule to a target. Called on a copy of the user's rule when a setup is built."""
+        self.capabilities = capabilities
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Any:
-        """Create the random numbers of a request, a `sampling.BufferedNoise`.
-
-        Args:
-            generators: One generator per row.
-            width: Width of the target's distributions.
+        """Create the random numbers of a request, a `sampling.BufferedNoise`, from one generator per row and the width
+        of the target's distributions.
         """
         raise NotImplementedError
 
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
-        """Select the accepted nodes.
-
-        Args:
-            draft: The nodes.
-            scores: The target's distributions after each node.
-            noise: Random numbers; None for greedy decoding.
+        """Select the accepted nodes of a draft, given the target's scores of them and the request's random numbers;
+        None for greedy decoding.
         """
         raise NotImplementedError
 
@@ -718,12 +591,7 @@ class Order:
     distribution: type[Distribution] = Categorical
 
     def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
-        """Return this order for the rule and drafter of a setup. Raises ValueError if they are incompatible.
-
-        Args:
-            rule: The acceptance rule.
-            drafter: The drafter; None for plain decoding.
-        """
+        """Return this order for the rule and drafter of a setup. Raises ValueError if they are incompatible."""
         return self
 
     def decode(
@@ -734,16 +602,10 @@ class Order:
         request: Request,
         length_policy: Any,
     ) -> State:
-        """Decode a batch.
+        """Decode a batch. Returns the finished state.
 
         Args:
-            target: The model.
-            drafter: The drafter, or None.
-            rule: The acceptance rule.
-            request: The batch.
+            drafter: None for plain decoding.
             length_policy: Chooses the draft length of each round (`loop.draft_length.DraftLengthPolicy`).
-
-        Returns:
-            The finished state.
         """
         raise NotImplementedError

@@ -21,9 +21,6 @@ VQ = "model.vqmodel."
 def load_lumina(path: str | Path) -> ChameleonForConditionalGeneration:
     """Load a folder of Lumina-mGPT into a stock model. Its norms of queries and keys are stored once per shard of
     heads. Without VQ weights, `model.model.vqmodel` is removed, and a codec must provide the codebook.
-
-    Args:
-        path: The folder.
     """
     weights = Weights.read(path, dropped=r".*rotary_emb\.")
     weights.shape("model.embed_tokens.weight", 2)

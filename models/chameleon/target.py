@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from diffusers import VQModel
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from visspec.io.checkpoint import check_choice
@@ -92,7 +92,8 @@ class Chameleon(Family):
             torch.cat([codes, torch.tensor([self.token_ids[name] for name in ends], dtype=torch.long)]), self.codes
         )
         if hasattr(model.model, "vqmodel"):
-            self.codebook = model.model.vqmodel.quantize.embedding.weight.detach().float()
+            self.vq = model.model.vqmodel
+            self.codebook = self.vq.quantize.embedding.weight.detach().float()
         elif codec is not None:
             self.codebook = codec.codebook.float()
         self.factor = 2 ** (len(model.config.vq_config.channel_multiplier) - 1)
@@ -142,12 +143,6 @@ class Chameleon(Family):
         both, mask = left_padded(rows, 0, self.decoder.device)
         embeds = self.model.get_input_embeddings()(both)
         return EncodedPrompt(both[: len(words)], embeds, mask, positions_from_mask(mask, layout.positions), both)
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        vq = getattr(self.model.model, "vqmodel", None)
-        if vq is None:
-            return super().encode(pixels)
-        return vq.encode(2 * pixels.to(vq.dtype) - 1).image_tokens.view(len(pixels), -1)
 
 
 def stored_codec(model: PreTrainedModel) -> ImageCodec | None:

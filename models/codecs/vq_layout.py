@@ -85,11 +85,7 @@ def load_llamagen_vq(path: str | Path) -> ImageCodec:
 
 
 def load_taming_vq(path: str | Path) -> ImageCodec:
-    """Load Chameleon's VQGAN (also Anole's and Lumina-mGPT's), or another taming-style VQGAN, from safetensors.
-
-    Args:
-        path: A .safetensors file.
-    """
+    """Load Chameleon's VQGAN (also Anole's and Lumina-mGPT's), or another taming-style VQGAN, from safetensors."""
     return _codec(Weights.read(path, dropped=NOT_WEIGHTS))
 
 

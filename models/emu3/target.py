@@ -63,12 +63,15 @@ class Emu3(Family):
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
     ) -> EncodedPrompt:
-        layout, count = layout or self.layout(), len(texts)
-        others = [self.negative] * count if negative is None else negative
+        layout = layout or self.layout()
+        others = [self.negative] * len(texts) if negative is None else negative
         # the authors put the size into the negative prompt, too; transformers' page leaves it out
         batch = self._tokenize([*texts, *others] if guided else texts, layout)
-        ids, attention = batch["input_ids"], batch["attention_mask"].bool()
-        return self.from_ids(ids[:count], attention[:count], layout, ids[count:], attention[count:])
+        rows = [row[real].tolist() for row, real in zip(batch["input_ids"], batch["attention_mask"].bool())]
+        both, mask = left_padded(rows, self.pad, self.decoder.device)
+        embeds = self.model.get_input_embeddings()(both)
+        # `generate` counts the positions of both branches from their first word
+        return EncodedPrompt(both[: len(texts)], embeds, mask, positions_from_mask(mask, layout.positions))
 
     def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: object) -> Tensor:
         inputs = self._tokenize(texts, layout)
@@ -92,24 +95,6 @@ class Emu3(Family):
             return_tensors="pt",
         )
         return {name: batch[name].to(self.decoder.device) for name in ("input_ids", "attention_mask")}
-
-    def from_ids(
-        self,
-        ids: Tensor,
-        attention: Tensor,
-        layout: ImageLayout,
-        negative: Tensor | None = None,
-        negative_attention: Tensor | None = None,
-    ) -> EncodedPrompt:
-        """Build the prompt from ids (B, L) and negative ids (B, L') as in `generate`; None or (0, L'): unguided."""
-        rows = [row[real].tolist() for row, real in zip(ids, attention.bool())]
-        if negative is not None:
-            real = torch.ones_like(negative) if negative_attention is None else negative_attention
-            rows += [row[mask].tolist() for row, mask in zip(negative, real.bool())]
-        both, mask = left_padded(rows, self.pad, self.decoder.device)
-        embeds = self.model.get_input_embeddings()(both)
-        # `generate` counts the positions of both branches from their first word
-        return EncodedPrompt(both[: len(ids)], embeds, mask, positions_from_mask(mask, layout.positions))
 
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         decoded = self.model.model.vqmodel.decode(tokens.view(-1, *layout.grid)).float()

@@ -66,7 +66,10 @@ class GlmImage(Family):
         ratio = height / width if width else 0.0
         return int(ratio**0.5 * PREVIEW), int(ratio and (1 / ratio) ** 0.5 * PREVIEW)
 
-    def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> EncodedPrompt:
+    def prompt(
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
+    ) -> EncodedPrompt:
+        self.refuse_negative(negative)
         return self.from_inputs(self._tokenize(texts, layout or self.layout()))
 
     def stock(self, texts: list[str], sampling: Sampling, layout: ImageLayout, **options: object) -> Tensor:

@@ -126,6 +126,7 @@ class Family:
     mlp_head: tuple[nn.Linear, nn.Linear] | None = None  # the layers of `head`, if it is two with a GELU between
     model: Any
     vocabulary: Any = None  # `Vocabulary`, if codes are ids of a text model
+    vq: Any = None  # a stock VQ model whose `encode` takes pixels
     codec: Any = None  # a decoder of codes outside the model, such as `codecs.vq_layout.ImageCodec`
     draws: str = "codes"  # or "vectors", "maps" of codes, or codes in "any order"
     labels: tuple[str, ...] = ()  # class names; empty if prompts are texts, or class numbers only
@@ -151,7 +152,9 @@ class Family:
         """Encode pixels (B, 3, height, width) float32 in [0, 1] to codes (B, rows * columns). Raises ValueError for a
         family without an encoder.
         """
-        raise ValueError(f"image: got pixels, expected none: {self.name} has no VQ encoder.")
+        if self.vq is None:
+            raise ValueError(f"image: got pixels, expected none: {self.name} has no VQ encoder.")
+        return self.vq.encode(2 * pixels.to(self.vq.dtype) - 1).image_tokens.view(len(pixels), -1)
 
     @cached_property
     def passes(self) -> CompiledPasses | None:
@@ -162,15 +165,26 @@ class Family:
         """Return the layout for an image size in pixels. Raises ValueError for an unsupported size."""
         raise NotImplementedError
 
-    def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> EncodedPrompt:
+    def prompt(
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
+    ) -> EncodedPrompt:
         """Encode prompts to ids and embeddings, padded on the left.
 
         Args:
             texts: The prompts.
             guided: Whether to append the unconditional rows.
             layout: The image's layout, by default that of the default size, if prompts or positions depend on it.
+            negative: A text for each unconditional row; "" selects the model's own unconditional prompt.
+
+        Raises:
+            ValueError: If the texts can't be encoded, or the model takes no negative prompts.
         """
         raise NotImplementedError
+
+    def refuse_negative(self, negative: list[str] | None) -> None:
+        """Raise ValueError for negative prompts, which the model does not take."""
+        if negative is not None:
+            raise ValueError(f"negative_prompt: got {negative[0]!r}, expected None: {self.name} does not support it.")
 
     def require_processor(self) -> Any:
         """Return the processor, which encodes texts. Raises ValueError if it is None."""
@@ -341,18 +355,3 @@ def family_of(model: nn.Module, processor: Callable[..., Any] | None, **parts: A
     if hasattr(codec, "to"):  # it may be on another device than the model
         codec.to(cast(Any, model).device)
     return family(model, processor, **parts)
-
-
-def prompt_of(
-    family: Family, texts: list[str], guided: bool, layout: ImageLayout, negative: list[str] | None = None
-) -> EncodedPrompt:
-    """Call `family.prompt` with a text for each unconditional row; "" selects the model's own unconditional prompt.
-
-    Raises ValueError for a family whose unconditional prompts have no text.
-    """
-    if negative is None:
-        return family.prompt(texts, guided, layout)
-    make = cast(Callable, family.prompt)
-    if "negative" not in signature(make).parameters:
-        raise ValueError(f"negative_prompt: got {negative[0]!r}, expected None: {family.name} does not support it.")
-    return make(texts, guided, layout, negative=negative)

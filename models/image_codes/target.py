@@ -187,24 +187,18 @@ class ImageAR(Target):
 
     def _pass(self, decoder: nn.Module, state: State, draft: Draft) -> Tensor:
         """Return hidden states (R, N, d) of a pass over a draft, including the nodes that pad its width."""
+        twice = _twice(state)
         if self.widths is not None:
-            draft = self.widths.pad(draft, _twice(state))
-        embeds = self._embed(state, draft, state.position[:, None] + draft.tree.depth)
-        embeds = embeds if _twice(state) == 1 else embeds.repeat(2, 1, 1)
-        with self._products(embeds):
-            return self._attend(state, draft.tree, embeds, decoder)
-
-    def _attend(self, state: State, tree: Tree, embeds: Tensor, decoder: nn.Module | None = None) -> Tensor:
-        """Return hidden states (R, N, d) of a pass over a tree's nodes, given their inputs."""
-        slots: SlotCache = state.cache.slots
-        twice, index = _twice(state), state.position[:, None] + tree.depth
-        if tree.parent.shape[0] > 1:
-            tree = _repeat_tree(tree, twice)
-        extent = slots.open(tree.size, self.device)
+            draft = self.widths.pad(draft, twice)
+        tree, index = draft.tree, state.position[:, None] + draft.tree.depth
+        embeds = self._embed(state, draft, index)
         if twice == 2:
-            index = index.repeat(2, 1)
-        attention = self.masks(slots, tree, extent)
-        return self._run(embeds, attention, self.places(index, state), state.cache, decoder)
+            embeds, index = embeds.repeat(2, 1, 1), index.repeat(2, 1)
+        with self._products(embeds):
+            slots: SlotCache = state.cache.slots
+            extent = slots.open(tree.size, self.device)
+            attention = self.masks(slots, tree if tree.parent.shape[0] == 1 else _repeat_tree(tree, twice), extent)
+            return self._run(embeds, attention, self.places(index, state), state.cache, decoder)
 
     def places(self, index: Tensor, state: State) -> Tensor:
         """Return the decoder's position ids for linear indices (R, N), which count from the prompt's first slot."""

@@ -67,18 +67,13 @@ def load_infinity(path: str | Path, scales: ScaleSizes | None = None) -> Infinit
     places = {(int(match[1]), int(match[2])) for match in map(re.compile(CHUNK).match, weights) if match}
     each = max((place for _, place in places), default=-1) + 1  # blocks per chunk
     weights = weights.renamed([(f"^{CHUNK}", lambda match: f"blocks.{int(match[1]) * each + int(match[2])}.")])
-    return weights.load(Infinity(config_of(weights, scales or schedule())))
-
-
-def config_of(weights: Weights, scales: ScaleSizes) -> InfinityConfig:
-    """Infer the configuration from the shapes of published weights."""
     width, code_size = weights.shape("word_embed.weight", 2)
     longest, text = weights.shape("cfg_uncond", 2)
-    return InfinityConfig(
+    config = InfinityConfig(
         width,
         weights.count("blocks."),
         heads=weights.shape("blocks.0.sa.scale_mul_1H11", 4)[1],
-        scales=scales,
+        scales=scales or schedule(),
         code_size=code_size,
         text=text,
         pool=weights.shape("text_proj_for_sos.ca.mat_q", 3)[1],
@@ -86,6 +81,7 @@ def config_of(weights: Weights, scales: ScaleSizes) -> InfinityConfig:
         levels=weights.shape("lvl_embed.weight", 2)[0],
         hidden=weights.shape("blocks.0.ffn.fc1.weight", 2)[0],
     )
+    return weights.load(Infinity(config))
 
 
 def load_infinity_vae(path: str | Path, patch: int = 1) -> BSQVAE:

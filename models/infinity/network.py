@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from visspec.io.checkpoint import check_choice
-from visspec.models.layers import GeluMLP, rotate
+from visspec.models.layers import GeluMLP, grid_rotations, rotate
 from visspec.models.scales.blocks import EPSILON, Attend, ModulatedNorm, NextScale, VARAttention, norm
 from visspec.models.scales.multiscale import ScaleSizes
 
@@ -224,7 +224,11 @@ class Infinity(NextScale):
         self.level_L: Tensor
         self.spot_L2: Tensor
         self.register_buffer("level_L", torch.tensor(config.scales.levels), persistent=False)
-        self.register_buffer("spot_L2", spots(config), persistent=False)
+        reach, spots = config.reach or reach_of(config.scales), list[Tensor]()
+        for grid in config.scales.grids:
+            at = ((torch.arange(side) * (most / side)).round().long() for side, most in zip(grid, reach))
+            spots.append(torch.cartesian_prod(*at))
+        self.register_buffer("spot_L2", torch.cat(spots), persistent=False)  # on the grid that all are stretched to
 
     def embed_condition(self, texts: Texts) -> TextConditions:
         length = texts.features.shape[1]
@@ -244,7 +248,7 @@ class Infinity(NextScale):
     def forward(self, x_RQC: Tensor, condition: TextConditions, attend: Attend, places: Tensor) -> Tensor:
         """Return hidden states (R, Q, C) of inputs (R, Q, C) at places (R|1, Q)."""
         spot = self.spot_L2[places.clamp(max=len(self.spot_L2) - 1)]  # padding is after the last position
-        turn = turns(spot, self.config.width // self.config.heads)
+        turn = grid_rotations(spot, self.config.width // self.config.heads, BASE)
 
         def apply_rope(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k = (rotate(x.transpose(1, 2), turn).transpose(1, 2) for x in (q, k))
@@ -258,22 +262,3 @@ class Infinity(NextScale):
     def logits(self, hidden_RQC: Tensor, condition: TextConditions) -> Tensor:
         """Return logits (R, Q, 2 n): two for the first bit, two for the second, and so on."""
         return self.head(self.head_nm(hidden_RQC, condition.pooled))
-
-
-def spots(config: InfinityConfig) -> Tensor:
-    """Return the row and column (L, 2) of each position on the grid that all are stretched to."""
-    parts = []
-    for grid in config.scales.grids:
-        reach = config.reach or reach_of(config.scales)
-        at = ((torch.arange(side) * (most / side)).round().long() for side, most in zip(grid, reach))
-        parts.append(torch.cartesian_prod(*at))
-    return torch.cat(parts)
-
-
-def turns(spot: Tensor, size: int) -> Tensor:
-    """Return rotations (..., E / 2), complex64, of a head's pairs, the first half by row and the second by column
-    (..., 2), computed in float32 whatever the model's dtype.
-    """
-    speed = BASE ** -(torch.arange(0, size, 4, device=spot.device) / size)
-    angle = (spot[..., None] * speed).flatten(-2)
-    return torch.polar(torch.ones_like(angle), angle)

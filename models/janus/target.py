@@ -29,10 +29,10 @@ class Janus(Family):
         config, inner = model.config, model.model
         self.model, self.processor, self.name = model, processor, config.model_type
         self.side, self.pixel_side = config.vq_config.num_patches, config.vision_config.image_size
-        self.decoder = inner.language_model
+        self.decoder, self.vq = inner.language_model, inner.vqmodel
         self.codes = config.vq_config.num_embeddings
         self.mlp_head = inner.generation_head.proj_out, inner.generation_head.vision_head
-        self.codebook = F.normalize(inner.vqmodel.quantize.embedding.weight.detach().float(), dim=-1)
+        self.codebook = F.normalize(self.vq.quantize.embedding.weight.detach().float(), dim=-1)
         settings = model.generation_config
         self.default_guidance = float(settings.guidance_scale or 5.0)  # the default of generate
         more = getattr(settings, "generation_kwargs", None) or {}  # only set if the checkpoint's file has it
@@ -101,10 +101,6 @@ class Janus(Family):
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.model.model.generation_head(hidden)
-
-    def encode(self, pixels: Tensor) -> Tensor:
-        vq = self.model.model.vqmodel
-        return vq.encode(2 * pixels.to(vq.dtype) - 1).image_tokens.view(len(pixels), -1)
 
     def pixels(self, tokens: Tensor, layout: ImageLayout) -> Tensor:
         decoded = self.model.decode_image_tokens(tokens).permute(0, 3, 1, 2).float()

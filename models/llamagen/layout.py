@@ -64,7 +64,6 @@ def load_llamagen(path: str | Path, grid: int | None = None, heads: int | None =
     """Load a LlamaGen transformer from a .safetensors file or folder, or a `RandAR` if the weights have its queries.
 
     Args:
-        path: The file or folder.
         grid: Rows of codes, required because the published weights do not contain it (16 for 256 pixels with VQ-16, 24
             for 384, 32 for 512).
         heads: Number of heads, only for sizes that were not published.

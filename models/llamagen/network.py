@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from visspec.io.checkpoint import check_choice
 from visspec.models.attention.pass_inputs import SlotLayers
-from visspec.models.layers import GeluMLP, Network, rotate
+from visspec.models.layers import GeluMLP, Network, grid_rotations, rotate
 
 SIZES = {  # name: (layers, heads, hidden size); the first five are class-conditional in the paper
     "B": (12, 12, 768),
@@ -38,11 +38,6 @@ CONDITIONS = ("class", "caption")
 GUIDANCE = {"class": 4.0, "caption": 7.5}  # from the authors' sampling scripts
 CAPTION_WIDTH = 2048  # of the T5-XL features that the published models expect
 STEP = 256  # the width of the feed-forward layer is a multiple of this
-
-
-def feed_forward_width(hidden: int) -> int:
-    """Return two thirds of four times the hidden size, rounded up to a multiple of 256."""
-    return -(-(8 * hidden // 3) // STEP) * STEP
 
 
 @dataclass(frozen=True)
@@ -68,7 +63,7 @@ class LlamaGenConfig:
     caption_width: int = CAPTION_WIDTH
     codes: int = 16384
     kv_heads: int = 0  # 0: as many as heads
-    intermediate: int = 0  # 0: feed_forward_width
+    intermediate: int = 0  # 0: two thirds of four times the hidden size, rounded up to a multiple of STEP
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     prefix_apart: bool = True
@@ -76,7 +71,8 @@ class LlamaGenConfig:
 
     def __post_init__(self):
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
-        object.__setattr__(self, "intermediate", self.intermediate or feed_forward_width(self.hidden_size))
+        usual = -(-(8 * self.hidden_size // 3) // STEP) * STEP
+        object.__setattr__(self, "intermediate", self.intermediate or usual)
         if self.hidden_size % (4 * self.heads):
             raise ValueError(f"hidden_size: got {self.hidden_size}, expected a multiple of 4 * {self.heads} heads.")
         check_choice("condition", self.condition, CONDITIONS)
@@ -114,13 +110,9 @@ def turns(
     a code attends to all prefix positions equally, unless `apart` is false. The table is longer than the image, for
     drafts that extend beyond its end.
     """
-    half = head_size // 2
-    frequency = theta ** -(torch.arange(0, half, 2, device=device, dtype=torch.float32) / half)
     place = torch.arange(2 * grid * grid, device=device)
-    row, column = place // grid, place % grid
-    angle = torch.cat([row[:, None] * frequency, column[:, None] * frequency], dim=-1)
-    apply_rope = torch.polar(torch.ones_like(angle), angle)
-    return torch.cat([apply_rope.new_full((prefix, half), 0.0 if apart else 1.0), apply_rope])
+    codes = grid_rotations(torch.stack([place // grid, place % grid], dim=-1), head_size, theta)
+    return torch.cat([codes.new_full((prefix, head_size // 2), 0.0 if apart else 1.0), codes])
 
 
 class LlamaGenAttention(nn.Module):

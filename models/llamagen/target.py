@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import GenerationConfig
 
 from visspec.models.codecs.vq_layout import ImageCodec
 from visspec.models.folders import OwnImageModel, unpack
@@ -32,7 +31,6 @@ class LlamaGenImages(Family):
         processor: For captions, encodes texts as features (B, P, F) with a mask (B, P), padded on the right like the
             output of T5's encoder.
         codec: `visspec.models.codecs.vq_layout.load_llamagen_vq`, or the folder's.
-        settings: A generation_config that replaces the folder's.
     """
 
     target: type[Any] = ImageAR
@@ -44,9 +42,8 @@ class LlamaGenImages(Family):
         model: LlamaGen | OwnImageModel,
         processor: Callable[[list[str]], tuple[Tensor, Tensor]] | None = None,
         codec: ImageCodec | None = None,
-        settings: GenerationConfig | None = None,
     ):
-        net, codec, guidance = unpack(model, codec, settings)
+        net, codec, guidance = unpack(model, codec)
         self.model = self.decoder = net
         self.processor, self.codec, self.codes = processor, codec, net.config.codes
         self.codebook = None if codec is None else codec.codebook.float()
@@ -65,12 +62,19 @@ class LlamaGenImages(Family):
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
     ) -> EncodedPrompt:
         condition, real = self._condition(texts, "prompt")
-        if negative is None or not guided:
-            return self.from_condition(condition, real, guided)
-        has_words_B = torch.tensor([bool(text.strip()) for text in negative])
-        # an empty negative prompt is replaced below, but needs some valid text until then
-        filled = [text if text.strip() else prompt_text for text, prompt_text in zip(negative, texts)]
-        return self.from_condition(condition, real, guided, *self._condition(filled, "negative_prompt"), has_words_B)
+        embeds = self.model.prefix(condition.to(self.model.device), guidance=guided)
+        # placeholders: the prefix has no ids
+        ids = torch.zeros(len(texts), embeds.shape[1], dtype=torch.long, device=embeds.device)
+        mask = torch.ones_like(ids).bool() if real is None else real.to(embeds.device).bool()
+        # "nothing" gets the caption's mask, as in the published sampling code
+        both = mask.repeat(2, 1) if guided else mask
+        if worded := [b for b, text in enumerate(negative or ()) if guided and text.strip()]:
+            condition, real = self._condition([text for text in negative or () if text.strip()], "negative_prompt")
+            own = len(texts) + torch.tensor(worded, device=embeds.device)
+            embeds = embeds.index_copy(0, own, self.model.prefix(condition.to(self.model.device)))
+            if real is not None:
+                both = both.index_copy(0, own, real.to(embeds.device).bool())
+        return EncodedPrompt(ids, embeds, both)
 
     def _condition(self, texts: list[str], name: str) -> tuple[Tensor, Tensor | None]:
         """Return class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the left."""
@@ -84,31 +88,6 @@ class LlamaGenImages(Family):
         if missing < 0:
             raise ValueError(f"{name}: got {features.shape[1]} words, expected at most {self.model.config.prefix}.")
         return F.pad(features, (0, 0, missing, 0)), F.pad(real, (missing, 0))
-
-    def from_condition(
-        self,
-        condition: Tensor,
-        attention: Tensor | None,
-        guided: bool,
-        negative: Tensor | None = None,
-        negative_attention: Tensor | None = None,
-        worded: Tensor | None = None,
-    ) -> EncodedPrompt:
-        """Build the prompt from class numbers (B,), or text features (B, P, F) and their mask (B, P), padded on the
-        left. Negative ones are used in the rows where `worded` (B,) is true; other rows use the learned "nothing".
-        """
-        embeds = self.model.prefix(condition.to(self.model.device), guidance=guided)
-        rows, length = len(condition), embeds.shape[1]
-        ids = torch.zeros(rows, length, dtype=torch.long, device=embeds.device)  # placeholders: the prefix has no ids
-        mask = torch.ones_like(ids).bool() if attention is None else attention.to(embeds.device).bool()
-        # "nothing" gets the caption's mask, as in the published sampling code
-        both = mask.repeat(2, 1) if guided else mask
-        if guided and negative is not None and worded is not None:
-            own = rows + worded.nonzero()[:, 0].to(embeds.device)
-            embeds = embeds.index_copy(0, own, self.model.prefix(negative[worded].to(self.model.device)))
-            if negative_attention is not None:
-                both = both.index_copy(0, own, negative_attention[worded].to(embeds.device).bool())
-        return EncodedPrompt(ids, embeds, both)
 
     def grid_rope(self) -> Tensor:
         return self.model.rope_table(self.model.device)

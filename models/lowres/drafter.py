@@ -26,7 +26,7 @@ from visspec.accept.exact import Exact
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
 from visspec.models.drafting import checkpoint as feature_checkpoint
-from visspec.models.image_codes.family import EncodedPrompt, Family, prompt_of
+from visspec.models.image_codes.family import EncodedPrompt, Family
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.layers import same_table
 from visspec.models.lowres.upsampler import Upsampler
@@ -123,7 +123,7 @@ class LowRes(Drafter):
         if texts is not None:
             negatives = state.request.media.get("negatives")
             own = None if negatives is None else [negatives[row] for row in state.rows]
-            return prompt_of(self.family, [texts[row] for row in state.rows], guided, self.layout, own)
+            return self.family.prompt([texts[row] for row in state.rows], guided, self.layout, own)
         if not hasattr(self.family, "from_ids"):
             raise ValueError(f"media: got no 'texts', expected the prompts ({self.family.name} reads no ids).")
         return self.family.from_ids(prompt.ids[state.rows], prompt.attention[state.rows], guided)

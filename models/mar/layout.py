@@ -68,10 +68,6 @@ class MARImageModel(OwnImageModel):
             self.autoencoder = AutoencoderKL(**config.autoencoder)
         self.post_init()
 
-    @property
-    def image_codec(self) -> AutoencoderKL | None:
-        return None if self.config.autoencoder is None else self.autoencoder
-
     def schedule(self, steps: int | None = None) -> Schedule:
         """Return the steps of a token's chain, by default `denoising_steps`, with noise in the last one."""
         plan = schedule(self.config.denoising_steps if steps is None else steps, learned=True)

@@ -17,7 +17,6 @@ class ParallelMAR(Order):
     is plain decoding. With fewer passes it is a faster but different distribution, the baseline of speculation.
     """
 
-    drafts = False
     distribution = Denoising
 
     def __init__(self, iterations: int = 16):

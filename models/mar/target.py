@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL
 from torch import Tensor
-from transformers import GenerationConfig
 
 from visspec.distributions import Denoising
 from visspec.io.checkpoint import check_choice
@@ -69,7 +68,6 @@ class MARImages(VectorFamily):
         plan: Steps of the chains; by default the folder's, or 100 of the published schedule, with noise in the last.
         scale: "linear" if guidance grows from nearly 1 with the number of known tokens, as published, or "constant".
         denoising_steps: Steps per vector, replaces the folder's; fewer are faster but give another distribution.
-        settings: A generation_config that replaces the folder's.
     """
 
     name = "mar"
@@ -84,12 +82,11 @@ class MARImages(VectorFamily):
         plan: Schedule | None = None,
         scale: str = "linear",
         denoising_steps: int | None = None,
-        settings: GenerationConfig | None = None,
     ):
         check_choice("scale", scale, SCALES)
         if isinstance(model, MARImageModel):
             plan, self.labels = plan or model.schedule(denoising_steps), tuple(model.config.labels)
-        net, autoencoder, guidance = unpack(model, autoencoder, settings)
+        net, autoencoder, guidance = unpack(model, autoencoder)
         self.model = self.decoder = net
         self.processor, self.scale = processor, scale
         self.chains = HeadDistributions(net.head, plan or schedule(STEPS, learned=net.head.learned))
@@ -104,7 +101,10 @@ class MARImages(VectorFamily):
     def layout(self, height: int | None = None, width: int | None = None) -> ImageLayout:
         return ImageLayout.only(self.side, self.side * self.factor, height, width, "those of the positions")
 
-    def prompt(self, texts: list[str], guided: bool, layout: ImageLayout | None = None) -> Any:
+    def prompt(
+        self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None
+    ) -> Any:
+        self.refuse_negative(negative)
         classes = class_numbers(texts, self.model.config.classes, "prompt", self.labels)
         return ClassPrompt(classes.to(self.model.device))
 

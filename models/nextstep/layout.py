@@ -6,7 +6,6 @@ The decoder is transformers' stock Qwen2: its weights are a Llama's with biases 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,40 +60,17 @@ class NextStepImageModel(OwnImageModel):
 
 
 def load_nextstep(folder: str | Path, normalised: bool) -> NextStep:
-    """Load a NextStep-1 network from the authors' folder, which does not state `normalised` (see `NextStep`)."""
+    """Load a NextStep-1 network from the authors' folder, which does not state `normalised` (see `NextStep`). Its sizes
+    follow from shapes of the weights, the rest of its configuration from the authors' config.json.
+    """
     published = read_json(Path(folder), "config.json")
     table = published.get("use_gen_pos_embed", False)
     weights = Weights.read(folder, RULES, NOT_WEIGHTS if table else rf"{NOT_WEIGHTS}|{TABLE}$")
-    config, decoder = config_of(weights, published)
-    return weights.load(NextStep(config, decoder, normalised, weights.dtype))
-
-
-def config_of(weights: Weights, published: Mapping[str, Any]) -> tuple[NextStepConfig, Qwen2Config]:
-    """Build configurations from the authors' config.json and the shapes of the weights; shapes take precedence."""
-    fields = _decoder_fields(weights, published)
-    with one_sentence(weights.where):
-        decoder = Qwen2Config(**fields, use_sliding_window=False)
-    patch = next((published[name] for name in PATCH if published.get(name) is not None), None)
-    if patch is None or published.get("boi") is None:
-        missing = "boi" if patch is not None else PATCH[0]
-        raise ValueError(f"checkpoint: config.json of {weights.where} has no {missing!r}, expected that of NextStep-1.")
-    return NextStepConfig(
-        size=weights.shape("image_in_projector.weight", 2)[1],
-        patch=patch,
-        head_width=weights.shape(HEAD + "input_proj.weight", 2)[0],
-        head_depth=weights.count(HEAD + "res_blocks."),
-        image_start=published["boi"],
-        positions=weights.shape(TABLE, 3)[1] if published.get("use_gen_pos_embed", False) else 0,
-    ), decoder
-
-
-def _decoder_fields(weights: Weights, published: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the decoder's configuration arguments: sizes from the weights, the rest from the authors' config.json."""
     vocab, hidden = weights.shape("model.embed_tokens.weight", 2)
     keys = weights.shape("model.layers.0.self_attn.k_proj.weight", 2)[0]
     fields = {name: published[name] for name in DECODER_FIELDS if published.get(name) is not None}
     heads = fields.setdefault("num_attention_heads", 32)
-    return fields | {
+    fields |= {
         "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": weights.shape("model.layers.0.mlp.gate_proj.weight", 2)[0],
@@ -102,6 +78,21 @@ def _decoder_fields(weights: Weights, published: Mapping[str, Any]) -> dict[str,
         "num_key_value_heads": keys * heads // hidden,
         "tie_word_embeddings": False,
     }
+    with one_sentence(weights.where):
+        decoder = Qwen2Config(**fields, use_sliding_window=False)
+    patch = next((published[name] for name in PATCH if published.get(name) is not None), None)
+    if patch is None or published.get("boi") is None:
+        missing = "boi" if patch is not None else PATCH[0]
+        raise ValueError(f"checkpoint: config.json of {weights.where} has no {missing!r}, expected that of NextStep-1.")
+    config = NextStepConfig(
+        size=weights.shape("image_in_projector.weight", 2)[1],
+        patch=patch,
+        head_width=weights.shape(HEAD + "input_proj.weight", 2)[0],
+        head_depth=weights.count(HEAD + "res_blocks."),
+        image_start=published["boi"],
+        positions=weights.shape(TABLE, 3)[1] if table else 0,
+    )
+    return weights.load(NextStep(config, decoder, normalised, weights.dtype))
 
 
 def load_nextstep_vae(folder: str | Path) -> AutoencoderKL:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from visspec.distributions import Denoising
 from visspec.loop.decode import VectorBuffer
@@ -37,8 +36,7 @@ AREA = "<|image_area|>"
 class NextStepImages(VectorFamily):
     """processor: the model's tokenizer, padding on the left. autoencoder:
     `visspec.models.nextstep.layout.load_nextstep_vae`, or the folder's. plan: steps of the chains
-    (`visspec.models.nextstep.flow`); by default those of the release's examples, with noise in the last. settings: a
-    generation_config that replaces the folder's.
+    (`visspec.models.nextstep.flow`); by default those of the release's examples, with noise in the last.
     """
 
     name = "nextstep"
@@ -50,9 +48,8 @@ class NextStepImages(VectorFamily):
         processor: Callable[..., Any],
         autoencoder: Any = None,
         plan: Schedule | None = None,
-        settings: GenerationConfig | None = None,
     ):
-        net, autoencoder, guidance = unpack(model, autoencoder, settings)
+        net, autoencoder, guidance = unpack(model, autoencoder)
         self.model, self.decoder, self.processor = net, net.model, processor
         self.default_guidance = GUIDANCE if guidance is None else guidance
         plan = plan or (flow_schedule(STEPS) if net.normalised else flow_schedule_v11(STEPS_V11))

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from visspec import tree as trees
 from visspec.cache import SlotCache
@@ -59,8 +58,8 @@ class PromptedRandARImages(RandARImages):
 
     load = staticmethod(RandARImageModel.read)
 
-    def __init__(self, model: RandARImageModel, processor: Any = None, *, settings: GenerationConfig | None = None):
-        super().__init__(model, processor, settings=settings)
+    def __init__(self, model: RandARImageModel, processor: Any = None):
+        super().__init__(model, processor)
         self.image_model = model
 
     def _condition(self, texts: list[str], name: str) -> tuple[Tensor, Tensor | None]:

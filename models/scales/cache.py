@@ -22,21 +22,19 @@ class ScaleCache:
         self.stores: list[tuple[Tensor, Tensor] | None] = [None] * layers
         self.slots: Tensor | None = None  # (R, Q) positions of the pass, if rows differ
         self.span, self.several = (0, 0), False  # the pass's range of positions, and whether it covers several scales
+        self.scale = 0  # the first of the pass
+        self.peak = 0  # maximum bytes during a pass, if more than after it
         self.level: Tensor | None = None  # (L,) scale of each position
         self.mask: Tensor | None = None
 
     @property
     def bytes(self) -> int:
+        """Bytes of keys and values."""
         return sum(part.nbytes for store in self.stores if store is not None for part in store)
-
-    @property
-    def peak(self) -> int:
-        """Bytes used during a pass."""
-        return self.bytes
 
     def open(self, first: int, count: int) -> None:
         """Prepare a pass over the scales first .. first + count - 1 of all rows."""
-        begins = self.scales.begins
+        begins, self.scale = self.scales.begins, first
         self.slots, self.span, self.mask = None, (begins[first], begins[first + count]), None
         self.several = count > 1
 
@@ -77,11 +75,8 @@ class ScaleCache:
         return (level_L[:end] <= own_RQ[..., None])[:, None]
 
     def select(self, rows: list[int]) -> None:
-        self.stores = [None if store is None else select_rows(store, rows) for store in self.stores]
+        for layer, store in enumerate(self.stores):
+            if store is not None:
+                index = to_device(rows, store[0].device)
+                self.stores[layer] = store[0][index], store[1][index]
         self.mask = self.slots = None
-
-
-def select_rows(store: tuple[Tensor, Tensor], rows: list[int]) -> tuple[Tensor, Tensor]:
-    """Select the keys and values of these rows."""
-    index = to_device(rows, store[0].device)
-    return store[0][index], store[1][index]

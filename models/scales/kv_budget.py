@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from visspec.cache import to_device
 from visspec.models.scales.blocks import NextScale
-from visspec.models.scales.cache import ScaleCache, select_rows
+from visspec.models.scales.cache import ScaleCache
 from visspec.models.scales.multiscale import ScaleQuantizer, ScaleSizes
 from visspec.models.scales.reading import ConditionState
 
@@ -93,22 +93,13 @@ def _lowest(selectivity_DJ: Tensor, count: int) -> list[tuple[int, int]]:
     return [divmod(place, z.shape[1]) for place in order]
 
 
-class BudgetedCache:
+class BudgetedCache(ScaleCache):
     """KV cache with a budget. Each pass covers one scale of all rows."""
 
     def __init__(self, scales: ScaleSizes, budget: CacheBudget):
-        self.scales, self.budget, self.scale = scales, budget, 0
-        self.stores: list[tuple[Tensor, Tensor] | None] = [None] * len(budget.tokens)
+        super().__init__(scales, len(budget.tokens))
+        self.budget = budget
         self.places: list[Tensor | None] = [None] * len(budget.tokens)  # (R, H, M) positions; None: all from 0 on
-        self.peak = 0  # maximum bytes during a pass
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of keys and values, not counting the positions of kept tokens."""
-        return sum(part.nbytes for store in self.stores if store is not None for part in store)
-
-    def open(self, first: int, count: int) -> None:
-        self.scale = first
 
     def open_at(self, slots_RQ: Tensor, end: int) -> None:
         raise ValueError("scales: got rows at different scales, expected one scale for all.")
@@ -154,7 +145,7 @@ class BudgetedCache:
         self.places[layer] = places.gather(2, index)
 
     def select(self, rows: list[int]) -> None:
-        self.stores = [None if store is None else select_rows(store, rows) for store in self.stores]
+        super().select(rows)
         self.places = [None if places is None else places[to_device(rows, places.device)] for places in self.places]
 
 
@@ -196,12 +187,8 @@ class AttentionMeter(ScaleCache):
 
     def __init__(self, scales: ScaleSizes, layers: int, share: float):
         super().__init__(scales, layers)
-        self.share, self.scale = share, 0
+        self.share = share
         self.own, self.picked = torch.zeros(layers, len(scales)), torch.zeros(layers, len(scales))
-
-    def open(self, first: int, count: int) -> None:
-        super().open(first, count)
-        self.scale = first
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = super().attend(layer, q, k, v)

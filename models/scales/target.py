@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 
 from visspec.distributions import Maps
 from visspec.io.checkpoint import check_choice
@@ -96,7 +95,6 @@ class ScaleImages(Family):
         handover: First scale of the refiner.
         budget: Tokens to keep in the cache by layer and scale (ScaleKV, `visspec.models.scales.kv_budget`), which makes
             the guarantee approximate.
-        settings: A generation_config that replaces the folder's.
     """
 
     draws = "maps"
@@ -113,9 +111,8 @@ class ScaleImages(Family):
         refiner: NextScale | None = None,
         handover: int | None = None,
         budget: CacheBudget | None = None,
-        settings: GenerationConfig | None = None,
     ):
-        net, vae, guidance = unpack(model, codec, settings)
+        net, vae, guidance = unpack(model, codec)
         if guidance is not None:
             self.default_guidance = guidance
         ramp = self.default_ramp if ramp is None else ramp
@@ -225,7 +222,7 @@ class ScaleTarget(Target):
 
     def initial_state(self, prompt: Any, sampling: Sampling, model: NextScale) -> ConditionState:
         """Return the initial state of a model for a prompt."""
-        cache: ScaleCache | BudgetedCache | None = None
+        cache: ScaleCache | None = None
         quantizer, rows = self.family.codec.quantize, prompt.rows(sampling.guidance != 1.0)
         if self.family.budget is not None:
             cache = BudgetedCache(self.scales, self.family.budget)
@@ -267,7 +264,7 @@ class ScaleTarget(Target):
         """Record bytes of keys and values: the maximum between passes, and the maximum within one."""
         cache, memory = state.cache.cache, state.trace.memory
         memory["cache"] = max(memory.get("cache", 0), cache.bytes)
-        memory["pass"] = max(memory.get("pass", 0), cache.peak)
+        memory["pass"] = max(memory.get("pass", 0), cache.bytes, cache.peak)
 
     def _scores(self, state: State, groups: list[DistanceGroup], nodes: int) -> Scores:
         return Scores(self.family.distributions(state, groups, nodes))

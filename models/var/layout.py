@@ -81,10 +81,6 @@ class VARImageModel(OwnImageModel):
         self.autoencoder = MultiScaleVAE(config.shape)
         self.post_init()
 
-    @property
-    def image_codec(self) -> MultiScaleVAE:
-        return self.autoencoder
-
 
 def check_codebook(name: str, other: VARImageModel, model: VARImageModel) -> None:
     """Raise ValueError unless both models have the same codebook."""
@@ -94,18 +90,13 @@ def check_codebook(name: str, other: VARImageModel, model: VARImageModel) -> Non
 
 
 def load_var(path: str | Path) -> VAR:
-    """Load a VAR network from a .safetensors file or folder."""
+    """Load a VAR network from a .safetensors file or folder. Its configuration follows from shapes of the weights, the
+    scales from the level of each position.
+    """
     weights = Weights.read(path, dropped=NOT_WEIGHTS)
-    network = VAR(config_of(weights))
-    del weights["lvl_1L"]  # follows from the scales
-    return weights.load(network)
-
-
-def config_of(weights: Weights) -> VARConfig:
-    """Infer the configuration from the shapes of published weights, the scales from the level of each position."""
     width, code_size = weights.shape("word_embed.weight", 2)
     weights.shape("lvl_1L", 2)
-    return VARConfig(
+    config = VARConfig(
         width,
         weights.count("blocks."),
         heads=weights.shape("blocks.0.attn.scale_mul_1H11", 4)[1],
@@ -116,6 +107,8 @@ def config_of(weights: Weights) -> VARConfig:
         hidden=weights.shape("blocks.0.ffn.fc1.weight", 2)[0],
         shared="shared_ada_lin.1.weight" in weights,
     )
+    del weights["lvl_1L"]
+    return weights.load(VAR(config))
 
 
 def _scales(level_L: Tensor, where: str | Path) -> ScaleSizes:
@@ -132,14 +125,9 @@ def _scales(level_L: Tensor, where: str | Path) -> ScaleSizes:
 def load_var_vae(path: str | Path) -> MultiScaleVAE:
     """Load VAR's autoencoder, or another with its layout."""
     weights = Weights(path, rename(_split(read_all_tensors(path)), (), NOT_VQ_WEIGHTS))
-    return load_stock(weights, MultiScaleVAE(shape_of(weights)))
-
-
-def shape_of(weights: Weights) -> MultiScaleShape:
-    codes, size = weights.shape(CODEBOOK, 2)
-    channels, steps, blocks = weights.encoder()
-    kernel = weights.shape("quant_conv.weight", 4)[2]
-    return MultiScaleShape(codes, size, channels, steps, blocks, weights.count(SMOOTH), kernel=kernel)
+    (codes, size), kernel = weights.shape(CODEBOOK, 2), weights.shape("quant_conv.weight", 4)[2]
+    shape = MultiScaleShape(codes, size, *weights.encoder(), weights.count(SMOOTH), kernel)
+    return load_stock(weights, MultiScaleVAE(shape))
 
 
 def _split(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
 
 from visspec.io import included
 from visspec.models.image_codes.family import ImageLayout, class_numbers
@@ -41,7 +40,6 @@ class VARImages(ScaleImages):
         refiner: VARImageModel | VAR | str | None = None,
         handover: int | None = None,
         budget: CacheBudget | float | None = None,
-        settings: GenerationConfig | None = None,
     ):
         refined: Any = refiner
         shares: Any = budget
@@ -49,7 +47,7 @@ class VARImages(ScaleImages):
             refined, self.labels = small(refiner, model), tuple(model.config.labels)
             if budget is not None and not isinstance(budget, CacheBudget):
                 shares = calibrate_budget(model, float(budget))
-        super().__init__(model, processor, codec, ramp, refined, handover, shares, settings)
+        super().__init__(model, processor, codec, ramp, refined, handover, shares)
 
     def prompt(
         self, texts: list[str], guided: bool, layout: ImageLayout | None = None, negative: list[str] | None = None

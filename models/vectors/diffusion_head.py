@@ -18,6 +18,7 @@ from torch.nn import functional as F
 from visspec.distributions import DenoisingSteps
 from visspec.io.checkpoint import check_choice
 
+TOTAL = 1000  # timesteps of training
 LATEST = 0.999  # maximum beta of the cosine schedule
 OFFSET = 0.008  # offset of the cosine schedule, Nichol and Dhariwal 2021, equation 17
 EPSILON = 1e-6  # epsilon of all layer norms
@@ -53,15 +54,8 @@ class Schedule:
         return PREDICTIONS[self.predicts](self.signal, self.noise)
 
 
-def cosine_levels(total: int = 1000) -> Tensor:
-    """Return cumulative products of alpha at `total` training timesteps, (total,) float64, of the cosine schedule."""
-    t = torch.arange(total + 1, dtype=torch.float64) / total
-    level = torch.cos((t + OFFSET) / (1 + OFFSET) * math.pi / 2) ** 2
-    return (1 - (1 - level[1:] / level[:-1]).clamp(max=LATEST)).cumprod(dim=0)
-
-
-def schedule(count: int, learned: bool = False, total: int = 1000, noisy: bool = True) -> Schedule:
-    """Choose `count` evenly spaced timesteps out of `total` cosine ones, as iDDPM respaces them.
+def schedule(count: int, learned: bool = False, noisy: bool = True) -> Schedule:
+    """Choose `count` evenly spaced timesteps out of the cosine ones of training, as iDDPM respaces them.
 
     Raises ValueError if the steps do not fit the timesteps.
 
@@ -69,12 +63,15 @@ def schedule(count: int, learned: bool = False, total: int = 1000, noisy: bool =
         learned: Whether deviations are interpolated between the posterior's and the forward process's, by a share that
             the network predicts; otherwise the posterior's are used.
     """
-    if not 2 <= count <= total:
-        raise ValueError(f"steps: got {count}, expected 2..{total}, the timesteps the head was trained on.")
-    stride = (total - 1) / (count - 1)
+    if not 2 <= count <= TOTAL:
+        raise ValueError(f"steps: got {count}, expected 2..{TOTAL}, the timesteps the head was trained on.")
+    t = torch.arange(TOTAL + 1, dtype=torch.float64) / TOTAL
+    level = torch.cos((t + OFFSET) / (1 + OFFSET) * math.pi / 2) ** 2
+    levels = (1 - (1 - level[1:] / level[:-1]).clamp(max=LATEST)).cumprod(dim=0)  # cumulative products of alpha
+    stride = (TOTAL - 1) / (count - 1)
     # sums as in the published code: products would round ties differently
     times = torch.tensor([0.0, *[stride] * (count - 1)], dtype=torch.float64).cumsum(dim=0).round().long()
-    level = cosine_levels(total)[times]  # rising in noise
+    level = levels[times]  # rising in noise
     previous = torch.cat([level.new_ones(1), level[:-1]])
     beta = 1 - level / previous
     posterior = beta * (1 - previous) / (1 - level)

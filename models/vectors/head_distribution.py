@@ -47,10 +47,7 @@ class HeadDistributions:
         name: str = "head",
     ) -> Denoising:
         """Return distributions (B, N) for conditions (M, C), or (2 M, C) with guidance (one scale, or (M,))."""
-        chains = _Chains(self, condition, shape[0] * shape[1], guidance)
-        steps = self._steps(temperature, condition.device)
-        ends = chains.ends if chains.ahead_GMSV is not None and steps.fixed and steps.noisy else None
-        return Denoising(chains, steps, shape, self.head.size, calls, name, ends)
+        return HeadChains(self, condition, shape, guidance, self._steps(temperature, condition.device), calls, name)
 
     def schedule_tables(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Return embedded times (S, width), and coefficients (S, 1) of a point and the output in its estimate."""
@@ -69,29 +66,33 @@ class HeadDistributions:
         return self._warm[key]
 
 
-class _Chains:
-    """`distributions.Predict` of M chains. G = 1, or 2 with guidance, the unconditional ones last; U = M W points; V
-    number of modulations.
+class HeadChains(Denoising):
+    """The M chains of a head. G = 1, or 2 with guidance, the unconditional ones last; U = M W points; V number of
+    modulations.
     """
 
     def __init__(
         self,
         distributions: HeadDistributions,
         condition: Tensor,
-        count: int,
+        shape: tuple[int, int],
         guidance: Tensor | float | None,
+        steps: DenoisingSteps,
+        calls: Counter[str] | None,
+        name: str,
     ):
+        head = distributions.head
+        super().__init__(None, steps, shape, head.size, calls, name)
         self.distributions, self.guidance = distributions, guidance
         self.halves = 1 if guidance is None else 2
-        head = distributions.head
         own = head.cond_embed(condition.to(head.cond_embed.weight.dtype))
-        self.condition_GM1C = own.view(self.halves, count, 1, -1)
+        self.condition_GM1C = own.view(self.halves, shape[0] * shape[1], 1, -1)
         self.time_SC, self.of_point, self.of_output = distributions.schedule_tables(condition.device)
         self.ahead_GMSV: Tensor | None = None
         if len(condition) * len(self.time_SC) <= MOST_ROWS:
             self.ahead_GMSV = head.modulations(self.time_SC + self.condition_GM1C)
 
-    def __call__(self, x_MWd: Tensor, step: Tensor | int, chains_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def predict(self, x_MWd: Tensor, step: Tensor | int, chains_M: Tensor | None) -> tuple[Tensor, Tensor | None]:
         head, x_Ud = self.distributions.head, x_MWd.flatten(0, 1)  # 2-D products are the fastest
         own, *other = self._predict(x_Ud, self._modulations(step, chains_M))
         share = None
@@ -103,13 +104,15 @@ class _Chains:
         at = step if isinstance(step, int) else step.flatten()
         return (self.of_point[at] * x_Ud + self.of_output[at] * mixed).view_as(x_MWd), share
 
-    def ends(self, x_Md: Tensor, normal_MSd: Tensor, steps: DenoisingSteps) -> Tensor:
-        """Return the end points of chains with fixed deviations: `Denoising.value` with fewer operations, because these
-        are many and on small tensors.
+    def value(self, start_Md: Tensor, normal_MSd: Tensor) -> Tensor:
+        """Return the values of `sample`; with fixed deviations by fewer operations, which are many and on small
+        tensors.
         """
-        assert self.ahead_GMSV is not None
-        scale, modulations = self._scale(None, 1), self.ahead_GMSV.flatten(0, 1).unbind(1)
-        noise_MSd = normal_MSd * steps.low.exp()[:, None]
+        if self.ahead_GMSV is None or not (self.steps.fixed and self.steps.noisy):
+            return super().value(start_Md, normal_MSd)
+        self.calls[self.name] += len(self.steps)
+        x_Md, scale, modulations = start_Md, self._scale(None, 1), self.ahead_GMSV.flatten(0, 1).unbind(1)
+        noise_MSd = normal_MSd * self.steps.low.exp()[:, None]
         for noise_Md, own, (of_point, of_output) in zip(noise_MSd.unbind(1), modulations, self.distributions.moves):
             output, *other = self._predict(x_Md, own)
             mixed = torch.lerp(other[0], output, scale) if other else output

@@ -6,14 +6,13 @@ last few are cached.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from visspec.types import Capabilities
 
-_tables: deque[tuple[Tensor, tuple, Tensor]] = deque(maxlen=8)  # (codebook, key, table)
+_tables: deque[tuple[Tensor, tuple[int, int], Tensor]] = deque(maxlen=8)  # (codebook, (k, vocab), table)
 
 
 def require_codebook(capabilities: Capabilities, rule: str, k: int = 1, itself: bool = False) -> Tensor:
@@ -32,13 +31,14 @@ def require_codebook(capabilities: Capabilities, rule: str, k: int = 1, itself: 
 
 def neighbours(codebook_KE: Tensor, k: int, vocab: int) -> Tensor:
     """Return the k codes nearest to each code, nearest first, (V, k) int32. The row of a grammar id repeats that id."""
-
-    def build() -> Tensor:
-        near_Kk = nearest(codebook_KE.float(), k).int()
-        grammar = torch.arange(len(near_Kk), max(vocab, len(near_Kk)), device=near_Kk.device)
-        return torch.cat([near_Kk, grammar[:, None].expand(-1, k).int()])
-
-    return _cached_on_device(codebook_KE, ("neighbours", k, vocab), build)
+    for known_KE, sizes, table in tuple(_tables):  # other threads may add tables meanwhile
+        if sizes == (k, vocab) and known_KE.device == codebook_KE.device and torch.equal(known_KE, codebook_KE):
+            return table
+    near_Kk = nearest(codebook_KE.float(), k).int()
+    grammar = torch.arange(len(near_Kk), max(vocab, len(near_Kk)), device=near_Kk.device)
+    table = torch.cat([near_Kk, grammar[:, None].expand(-1, k).int()])
+    _tables.append((codebook_KE.clone(), (k, vocab), table))
+    return table
 
 
 def nearest(codes_KE: Tensor, k: int, chunk: int = 256) -> Tensor:
@@ -54,11 +54,3 @@ def nearest(codes_KE: Tensor, k: int, chunk: int = 256) -> Tensor:
         key[order[: len(rows)], rows] = torch.iinfo(torch.int64).max
         table[rows] = key.topk(k, dim=1, largest=False).values & 0xFFFFFFFF
     return table
-
-
-def _cached_on_device(codebook_KE: Tensor, what: tuple, build: Callable[[], Tensor]) -> Tensor:
-    for known_KE, kind, table in tuple(_tables):  # other threads may add tables meanwhile
-        if kind == what and known_KE.device == codebook_KE.device and torch.equal(known_KE, codebook_KE):
-            return table
-    _tables.append((codebook_KE.clone(), what, build()))
-    return _tables[-1][-1]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from visspec.accept.rejection import Rejection, draft_probabilities
 from visspec.sampling import place
-from visspec.tree import tree_cache
 from visspec.types import Draft, RuleTraits
 
 
@@ -35,10 +34,6 @@ class Cool(Rejection):
         self.omega, self.nu = omega, nu
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
-        """Return the mass (B, N) that relaxes a node's probability by a factor, which decays with its level.
-
-        Args:
-            draft, p_BNV: As in `Rejection.mass`.
-        """
-        excess_BN = (self.omega - 1.0) * self.nu ** tree_cache(draft.tree, place).to(p_BNV.dtype)
+        """Return the mass (B, N) that relaxes a node's probability by a factor, which decays with its level."""
+        excess_BN = (self.omega - 1.0) * self.nu ** place(draft.tree).to(p_BNV.dtype)
         return draft_probabilities(draft, p_BNV) * excess_BN

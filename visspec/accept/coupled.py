@@ -12,12 +12,13 @@ The declared target adds noise in its last step too; otherwise no draft would ev
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from visspec.accept import denoise
-from visspec.distributions import Denoising, denoising
+from visspec.distributions import Denoising
 from visspec.sampling import Normals
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
 
@@ -41,10 +42,9 @@ class Coupled(Acceptance):
         if window > denoise.MOST:
             raise ValueError(f"window: got {window}, expected at most {denoise.MOST}.")
         self.window, self.merge = window, merge
-        self.capabilities = Capabilities()
 
     def bind(self, capabilities: Capabilities) -> None:
-        self.capabilities = capabilities
+        super().bind(capabilities)
         if capabilities.steps is not None and not capabilities.steps.noisy:
             raise ValueError("acceptance: coupled needs noise in the target's last step. Pass last_noise=True.")
 
@@ -56,7 +56,7 @@ class Coupled(Acceptance):
 
     def __call__(self, draft: Draft, scores: Scores, noise: Normals | None) -> Verdict:
         assert noise is not None
-        distribution, nodes = denoising(scores.distribution), draft.tree.size
+        distribution, nodes = cast(Denoising, scores.distribution), draft.tree.size
         numbers = noise.numbers(nodes)
         if draft.q is None and self.window == 1:
             ends = distribution.value(numbers.start, numbers.steps)

@@ -32,11 +32,7 @@ class Grouped(Rejection):
         self.group = group
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
-        """Return q(x) p(C)/q(C) - p(x), as one fraction, so that a group of one adds exactly 0.
-
-        Args:
-            draft, p_BNV: As in `Rejection.mass`.
-        """
+        """Return q(x) p(C)/q(C) - p(x), as one fraction, so that a group of one adds exactly 0."""
         rows, q = torch.arange(p_BNV.shape[0], device=p_BNV.device)[:, None], draft.q
         q_BNV = None if q is None else categorical(q).p
         law_BNV, x_BN1 = p_BNV[rows, parents_of(draft.tree)], draft.value[..., None]

@@ -54,38 +54,20 @@ class Lantern(Rejection):
         self.table_Vk: Tensor | None = None
 
     def bind(self, capabilities: Capabilities) -> None:
-        """Find the neighbours of each code. Called on a copy of the user's rule when a setup is built.
-
-        Args:
-            capabilities: Those of the target, which needs a codebook.
-        """
+        """Find the neighbours of each code. The target needs a codebook."""
         codes = codebook.require_codebook(capabilities, type(self).__name__, self.k)
         self.table_Vk = codebook.neighbours(codes, self.k, capabilities.vocab)
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
-        """Return the mass (B, N) of the neighbours of each node's code.
-
-        Args:
-            draft, p_BNV: As in `Rejection.mass`.
-        """
+        """Return the mass (B, N) of the neighbours of each node's code."""
         return self.borrowed_mass(p_BNV, draft.value, parents_of(draft.tree).expand_as(draft.value))
 
     def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
-        """Return arguments that let the kernel sum the neighbours' mass for the tested nodes only.
-
-        Args:
-            draft, p_BNV: As in `Rejection.mass`.
-        """
+        """Return arguments that let the kernel sum the neighbours' mass for the tested nodes only."""
         return {"neighbours": self.table_Vk, self.bound: self.value}
 
     def borrowed_mass(self, p_BNV: Tensor, x_BD: Tensor, above_BD: Tensor) -> Tensor:
-        """Return the mass (B, D) added to codes x under the distributions of their parents.
-
-        Args:
-            p_BNV: Distributions after every node.
-            x_BD: Codes.
-            above_BD: The node whose distribution each code is tested under.
-        """
+        """Return the mass (B, D) added to codes x under the distributions after the nodes above them."""
         assert self.table_Vk is not None  # of `bind`
         rows, size, _ = p_BNV.shape
         law_BD = above_BD + torch.arange(0, rows * size, size, device=p_BNV.device)[:, None]
@@ -95,12 +77,7 @@ class Lantern(Rejection):
         return mass_R.view_as(x_BD)
 
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
-        """Return the verdict of greedy decoding: accept a code if it and its neighbours outweigh the likeliest code.
-
-        Args:
-            draft: The draft.
-            scores: The target's distributions after every node.
-        """
+        """Return the verdict of greedy decoding: accept a code if it and its neighbours outweigh the likeliest code."""
         if draft.tree.size == 1:
             return super().greedy(draft, scores)
         distribution = categorical(scores.distribution)

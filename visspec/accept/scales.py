@@ -13,35 +13,32 @@ residual [p - q]+, so codes agree with probability 1 - TV. It keeps the distribu
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from visspec.accept.coupled import accepted_path
-from visspec.distributions import Maps, draw, maps, residual
+from visspec.distributions import Maps, draw, residual
 from visspec.sampling import ScaleAcceptanceNoise, ScaleGumbel, ScaleNoise
-from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
+from visspec.types import Acceptance, Draft, RuleTraits, Scores, Verdict
 
 
 class Scales(Acceptance):
     """Accepts scales with the codes that plain decoding draws, greedy or sampled."""
 
     traits = RuleTraits("exact", chains_only=True, distribution=Maps)
-    sizes: tuple[int, ...] = ()
-
-    def bind(self, capabilities: Capabilities) -> None:
-        self.sizes = capabilities.scales
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> ScaleNoise:
-        return ScaleGumbel(generators, width, self.sizes)
+        return ScaleGumbel(generators, width, self.capabilities.scales)
 
     def target_maps(self, draft: Draft, distribution: Maps, noise: ScaleNoise) -> Tensor:
         """Return the target's map after each node, (B, N, S)."""
         return (distribution.logits + _wide(noise.codes(draft.tree.size), distribution)).argmax(dim=-1)
 
     def __call__(self, draft: Draft, scores: Scores, noise: ScaleNoise | None) -> Verdict:
-        distribution, size = maps(scores.distribution), draft.value.shape[-1]
+        distribution, size = cast(Maps, scores.distribution), draft.value.shape[-1]
         codes_BNS = (
             distribution.logits.argmax(dim=-1) if noise is None else self.target_maps(draft, distribution, noise)
         )
@@ -64,7 +61,7 @@ class Repaired(Scales):
     traits = RuleTraits("exact", judges_draws=True, chains_only=True, distribution=Maps)
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> ScaleNoise:
-        return ScaleAcceptanceNoise(generators, self.sizes)
+        return ScaleAcceptanceNoise(generators, self.capabilities.scales)
 
     def target_maps(self, draft: Draft, distribution: Maps, noise: ScaleNoise) -> Tensor:
         uniform, fresh, _ = _wide(noise.codes(draft.tree.size), distribution).unbind(dim=-1)
@@ -75,7 +72,7 @@ class Repaired(Scales):
         if draft.q is None:
             q = torch.zeros_like(head).scatter_(-1, drafted[..., None], 1.0)
         else:
-            q = maps(draft.q).p[:, 1:, : head.shape[2]]
+            q = cast(Maps, draft.q).p[:, 1:, : head.shape[2]]
         own = repair_codes(drafted, head, q, uniform[:, :-1], fresh[:, :-1])
         if draft.real is not None:
             own = torch.where(draft.real[:, 1:, None], own, draw(head, fresh[:, :-1]))

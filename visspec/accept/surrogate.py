@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,9 +27,9 @@ from torch import Tensor
 from visspec.accept import denoise
 from visspec.accept.coupled import accepted_path
 from visspec.accept.denoise import candidate, log_ratios, select_candidate
-from visspec.distributions import Denoising, denoising
+from visspec.distributions import Denoising
 from visspec.sampling import Normals
-from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
+from visspec.types import Acceptance, Draft, RuleTraits, Scores, Verdict
 
 
 class Surrogate(Acceptance):
@@ -44,17 +45,13 @@ class Surrogate(Acceptance):
         if tries < 1:
             raise ValueError(f"tries: got {tries}, expected at least 1.")
         self.tries = tries
-        self.capabilities = Capabilities()
-
-    def bind(self, capabilities: Capabilities) -> None:
-        self.capabilities = capabilities
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Normals:
         return Normals(generators, *self.capabilities.chains, (1, self.tries))
 
     def __call__(self, draft: Draft, scores: Scores, noise: Normals | None) -> Verdict:
         assert noise is not None
-        distribution, nodes = denoising(scores.distribution), draft.tree.size
+        distribution, nodes = cast(Denoising, scores.distribution), draft.tree.size
         numbers, drafted = noise.numbers(nodes), denoise.child_trajectories(draft)
         if drafted is None:
             own = distribution.value(numbers.start, numbers.steps)

@@ -32,11 +32,7 @@ class Typical(Rejection):
         self.epsilon, self.delta = epsilon, delta
 
     def mass(self, draft: Draft, p_BNV: Tensor) -> Tensor:
-        """Return 1 if p(x) reaches the threshold, else 0: (B, N) float32.
-
-        Args:
-            draft, p_BNV: As in `Rejection.mass`.
-        """
+        """Return 1 if p(x) reaches the threshold, else 0: (B, N) float32."""
         entropy_BN = torch.special.entr(p_BNV).sum(dim=-1)
         threshold_BN = (self.delta * torch.exp(-entropy_BN)).clamp(max=self.epsilon)
         above_BN = parents_of(draft.tree).expand_as(draft.value)

@@ -222,14 +222,7 @@ class Captions(AbstractContextManager):
         self.close()
 
     def open_record(self, record: Record) -> Image | Clip:
-        """Open the picture of a record, or the frames of its video.
-
-        Args:
-            record: The record.
-
-        Raises:
-            ValueError, OSError: If it can't be read.
-        """
+        """Open the picture or the frames of the video of a record. Raises ValueError or OSError if it can't."""
         return open_media(record.image, record.id, self.max_pixels, self.frames)
 
     def _prepare(self, record: Record) -> Prepared:

@@ -9,7 +9,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -126,32 +126,26 @@ def check_folder(folder: str | Path) -> Path:
 
 def read_tensors(folder: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
     """Read all tensors of a folder's safetensors files, or those with these names."""
-    return _each_tensor(folder, lambda file, name: file.get_tensor(name), names)
+    return read_files(weight_files(folder), lambda file, name: file.get_tensor(name), names)
 
 
 def read_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Read names and shapes of all tensors of a folder from the file headers."""
-    return _each_tensor(folder, lambda file, name: tuple(file.get_slice(name).get_shape()))
+    return read_files(weight_files(folder), lambda file, name: tuple(file.get_slice(name).get_shape()))
 
 
-def _each_tensor(
-    folder: Path, get: Callable[[safe_open, str], Value], names: Collection[str] | None = None
+def read_files(
+    paths: Iterable[Path], get: Callable[[safe_open, str], Value], names: Collection[str] | None = None
 ) -> dict[str, Value]:
-    tensors: dict[str, Value] = {}
-    for path in weight_files(folder):
-        tensors |= read_file(path, get, names)
-    return tensors
-
-
-def read_file(
-    path: Path, get: Callable[[safe_open, str], Value], names: Collection[str] | None = None
-) -> dict[str, Value]:
-    """Return what `get` reads from the tensors of a safetensors file, or from those with these names."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: get(file, name) for name in file.keys() if names is None or name in names}
-    except Exception as error:
-        raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error}).") from None
+    """Return what `get` reads from the tensors of safetensors files, or from those with these names."""
+    values: dict[str, Value] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as file:
+                values |= {name: get(file, name) for name in file.keys() if names is None or name in names}
+        except Exception as error:
+            raise ValueError(f"checkpoint: {path} is not a readable safetensors file ({error}).") from None
+    return values
 
 
 def unwrap_names(tensors: Mapping[str, Value], where: str | Path) -> dict[str, Value]:

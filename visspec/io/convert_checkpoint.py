@@ -6,7 +6,6 @@ import argparse
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -26,22 +25,18 @@ def convert(path: Path, out: Path) -> None:
     prefixes of torch.compile and data parallelism are removed. Everything else (optimizer, steps) is dropped. Raises
     ValueError if there are no tensors.
     """
-    plain, averaged = state_dicts(content_of(path), path)
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]):  # training arguments, often saved with the weights
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged files raise any kind of error
+        raise ValueError(f"path: {path} is not a file of plain tensors, expected one ({reason(error)}).") from None
+    plain, averaged = state_dicts(content, path)
     weights = averaged or plain
     if not weights:
         where = ", ".join((*WRAPPERS, *AVERAGES))
         raise ValueError(f"path: {path} holds no tensors, expected a state dict or one under {where}.")
     tensors = {name: value.detach().contiguous().clone() for name, value in weights.items()}
     save_file(tensors, out, metadata={"format": "pt"})
-
-
-def content_of(path: Path) -> Any:
-    """Return the content of a file. Raises ValueError if it can't be read without running code."""
-    try:
-        with torch.serialization.safe_globals([argparse.Namespace]):  # training arguments, often saved with the weights
-            return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged files raise any kind of error
-        raise ValueError(f"path: {path} is not a file of plain tensors, expected one ({reason(error)}).") from None
 
 
 def reason(error: Exception) -> str:

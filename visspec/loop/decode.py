@@ -43,15 +43,8 @@ from visspec.types import (
 def decode(
     target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: DraftLengthPolicy
 ) -> State:
-    """Decode a batch. Returns the finished state with its `output` (trimmed at stops) and `trace`. Exceptions of the
-    target are raised. If the drafter fails, its draft is empty (`loop.safe_drafter`).
-
-    Args:
-        target: The target.
-        drafter: The drafter; None for plain decoding.
-        rule: The acceptance rule.
-        request: The request.
-        length_policy: Chooses the levels of each draft.
+    """Decode a batch, plainly without a drafter. Returns the finished state with its `output` (trimmed at stops) and
+    `trace`. Exceptions of the target are raised. If the drafter fails, its draft is empty (`loop.safe_drafter`).
     """
     state = start(target, drafter, rule, request)
     while state.rows:
@@ -160,7 +153,9 @@ def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) 
         outcome.draft_lengths.append(offered if tree.chain else tree.levels)
         outcome.tokens.append(new_tokens)
     if verdict.drift is not None:
-        add_drift(state, verdict.drift)
+        if state.drift is None:
+            state.drift = verdict.drift.new_zeros(len(origin))
+        state.drift.index_add_(0, to_device(state.rows, verdict.drift.device), verdict.drift)
     lengths = [len(path) for path in outcome.path]
     state.trace.rounds.append(Round(tree.levels, lengths, had_rejection))
     state.trace.context += max(lengths)
@@ -168,13 +163,6 @@ def apply_verdict(state: State, draft: Draft, scores: Scores, verdict: Verdict) 
     if state.noise is not None:
         state.noise.advance(lengths)
     return outcome
-
-
-def add_drift(state: State, drift_B: Tensor) -> None:
-    """Add a round's drift to that of the live rows."""
-    if state.drift is None:
-        state.drift = drift_B.new_zeros(len(state.trace.origin))
-    state.drift.index_add_(0, to_device(state.rows, drift_B.device), drift_B)
 
 
 def children(parents: list[int], node: int) -> list[int]:
@@ -332,7 +320,7 @@ class ScaleBuffer(VectorBuffer):
 
     def maps(self, row: int) -> Tensor:
         """Return the padded maps of an original row, (n, S)."""
-        return torch.cat(self.held[row])[: len(self.tokens[row])]
+        return super().values(row)
 
     def values(self, row: int) -> Tensor:
         """Return the codes of an original row, map after map."""

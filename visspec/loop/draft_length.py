@@ -27,7 +27,6 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from visspec.types import MAX_NODES, OWN, State, Structure, Trace
 
@@ -48,6 +47,7 @@ FIRST_PROBE, PROBES = 16, 512  # rounds before the second plain pass, and most r
 SURE = 3.0  # plain passes that drafting and verifying hardly ever cost
 SLACK, SAVED = 4.0, 16.0  # plain passes that drafting may cost, and that gains are saved up to
 SHORT = 1024  # tokens; the cost of a pass behind fewer hardly depends on their number
+LOCK = threading.Lock()  # of the numbers of all policies, held for a few microseconds a round
 
 
 class CostTable:
@@ -206,8 +206,7 @@ class Costs:
 
 
 class DraftLengthPolicy:
-    """Base class of draft-length policies. `depth` is called before each round, `observe` after
-    it.
+    """Base class of draft-length policies. `depth` is called before each round, `observe` after it.
 
     Args:
         levels: Maximum number of levels.
@@ -222,36 +221,19 @@ class DraftLengthPolicy:
         self.levels = levels
 
     def limit(self, state: State) -> int:
-        """Return the maximum levels of this round's draft. One token of the budget is reserved for the target's own.
-
-        Args:
-            state: The request.
-        """
+        """Return the maximum levels of this round's draft. One token of the budget is reserved for the target's own."""
         return max(min(self.levels, state.budget - 1), 0)
 
     def depth(self, state: State) -> int:
-        """Return the levels to draft in this round, 0 for none, and store them in `state.trace.requested`.
-
-        Args:
-            state: The request.
-        """
+        """Return the levels to draft in this round, 0 for none, and store them in `state.trace.requested`."""
         raise NotImplementedError
 
     def pad(self, state: State, nodes: int) -> int:
-        """Return a size to which to pad a draft of `nodes` nodes, because a pass of that size is faster.
-
-        Args:
-            state: The request.
-            nodes: Nodes of the draft, with the pending token.
-        """
+        """Return a size to which to pad a draft of `nodes` nodes, root included, because such a pass is faster."""
         return nodes
 
     def observe(self, trace: Trace) -> None:
-        """Process the latest round: `trace.rounds[-1]` and `trace.latest`.
-
-        Args:
-            trace: The request's trace.
-        """
+        """Process the latest round: `trace.rounds[-1]` and `trace.latest`."""
 
 
 class FixedLength(DraftLengthPolicy):
@@ -279,13 +261,6 @@ class AdaptiveLength(DraftLengthPolicy):
         self.accepted: dict[Structure, AcceptanceRates] = {}
         self.rounds, self.committed = 0, 0.0  # rounds, and tokens of a row
         self.elapsed = self.overhead = 0.0  # seconds of all rounds, and those beyond plain decoding
-        self._lock = threading.Lock()  # held for a few microseconds a round
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_lock"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
 
     def acceptance(self, structure: Structure = OWN) -> AcceptanceRates:
         """Return the measured acceptance of a structure."""
@@ -308,7 +283,7 @@ class AdaptiveLength(DraftLengthPolicy):
         trace.requested, trace.structure = 0, OWN
         if limit < 1:
             return 0
-        with self._lock:
+        with LOCK:
             costs = self.at(len(state.rows), trace.context)
             state.worth, trace.counted = partial(self._worth, costs, 0.0), self.counts_nodes
             if not self._rests(costs):
@@ -320,7 +295,9 @@ class AdaptiveLength(DraftLengthPolicy):
                     state.worth = partial(self._worth, costs, speed if offered else 0.0)
                     trace.requested = max(limit, min(self.copies, state.budget - 1))
                 else:
-                    trace.requested, trace.structure = self._choose(limit, costs)
+                    trace.requested, trace.structure = self.best(limit, costs)
+                    if trace.requested == 0:
+                        self._rest(costs)
             trace.gave_up += costs.resting > 0
         return trace.requested
 
@@ -354,12 +331,6 @@ class AdaptiveLength(DraftLengthPolicy):
         for each in self.accepted.values():
             each.fade()
 
-    def _choose(self, limit: int, costs: Costs) -> tuple[int, Structure]:
-        best, structure = self.best(limit, costs)
-        if best == 0:
-            self._rest(costs)
-        return best, structure
-
     def best(self, limit: int, costs: Costs | None = None) -> tuple[int, Structure]:
         """The levels and the structure with the most expected tokens per second; (0, OWN) for plain decoding."""
         _, levels, structure = self._fastest(limit, costs or self.at())
@@ -386,7 +357,7 @@ class AdaptiveLength(DraftLengthPolicy):
             offer: Tokens per second of drafts by levels; 0.0 where these do not pay.
             expected: Tokens that a pass over 1, 2, ... nodes is expected to commit.
         """
-        with self._lock:
+        with LOCK:
             passes, drafting = costs.passes, costs.counted.at(1)
             if 1 not in passes.seconds:
                 return 1
@@ -400,12 +371,12 @@ class AdaptiveLength(DraftLengthPolicy):
             return best
 
     def pad(self, state: State, nodes: int) -> int:
-        with self._lock:
+        with LOCK:
             return self.at(len(state.rows), state.trace.context).passes.padded(nodes)
 
     def observe(self, trace: Trace) -> None:
         """Learn the times of a round, and the accepted depth of each row."""
-        with self._lock:
+        with LOCK:
             self._learn(trace, self.at(len(trace.rounds[-1].committed), trace.context))
 
     def _learn(self, trace: Trace, costs: Costs) -> None:

@@ -88,10 +88,7 @@ class OutOfOrderDecoder:
 
     def due(self, b: int) -> Places:
         """Return the positions to run in a row's next pass: the fresh ones, each with the following grammar tokens."""
-        places = []
-        for place in self.fresh[b]:
-            places += self.tail(place)
-        return places
+        return [at for place in self.fresh[b] for at in self.tail(place)]
 
     def tail(self, place: int) -> Places:
         """Return a place and the grammar that follows it."""

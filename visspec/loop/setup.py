@@ -5,9 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic
-
-from typing_extensions import TypeVar
+from typing import Any
 
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.distributions import Categorical
@@ -19,14 +17,11 @@ from visspec.types import GUARANTEES, Acceptance, Drafter, DrafterTraits, Order,
 SHAPES = 64  # maximum number of draft shapes with a recorded verdict
 
 
-TargetT = TypeVar("TargetT", bound=Target, default=Target, covariant=True)
-
-
 @dataclass(frozen=True, eq=False)
-class DecodingSetup(Generic[TargetT]):
+class DecodingSetup:
     """A target with drafter, rule, draft-length policy and order. It decodes requests."""
 
-    target: TargetT
+    target: Any  # the `Target`, of the class that the caller built
     drafter: SafeDrafter | None
     name: str  # of the drafter
     rule: Acceptance
@@ -70,7 +65,7 @@ def build_setup(
     name: str,
     rule: Acceptance,
     subject: object,
-    make_target: Callable[[DrafterTraits], TargetT],
+    make_target: Callable[[DrafterTraits], Target],
     *,
     order: Order | None = None,
     levels: int | None = None,
@@ -78,7 +73,7 @@ def build_setup(
     compile: bool = False,
     graphs: bool | None = False,
     debug: bool = False,
-) -> DecodingSetup[TargetT]:
+) -> DecodingSetup:
     """Build a setup and check that its parts fit together. Raises ValueError if they don't.
 
     Args:

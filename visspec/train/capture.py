@@ -40,21 +40,29 @@ class Recorder(Drafter):
         self.target = target
 
     def start(self, state: State, scores: Scores) -> None:
-        self.scores, self.law = scores, _law(self.target, state.request, scores)
-        self.rounds: list[tuple[list[int], Tensor, Tensor, Tensor]] = []
+        self.scores, self.law, self.count = scores, _law(self.target, state.request, scores), 0
+        first, logits = features_of(scores, state.request.prompt), categorical(scores.distribution).logits
+        like = logits if self.law is None else scores.aux["states"]
+        (rows, length, width), most = first.shape, max(state.request.max_new_tokens - 1, 0)
+        with torch.inference_mode(False):  # training saves them for its backward pass
+            self.features = torch.zeros(rows, length + most, width, dtype=first.dtype, device=first.device)
+            self.states = torch.zeros(rows, most, like.shape[-1], dtype=like.dtype, device=first.device)
+            self.best = torch.zeros(rows, most, dtype=torch.long, device=first.device)
+        self.features[:, :length] = first
 
     def propose(self, state: State, depth: int) -> Draft:
         return trees.empty_draft(state.pending)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
+        rows, place, prompt = list(state.rows), self.count, state.request.prompt.shape[1]
         logits_BV = categorical(scores.distribution).logits[:, 0]
-        states_BX = logits_BV if self.law is None else scores.aux["states"][:, 0]
-        self.rounds.append(
-            (list(state.rows), features_of(scores, draft.value)[:, 0], states_BX, logits_BV.argmax(dim=-1))
-        )
+        self.features[rows, prompt + place] = features_of(scores, draft.value)[:, 0]
+        self.states[rows, place] = logits_BV if self.law is None else scores.aux["states"][:, 0]
+        self.best[rows, place] = logits_BV.argmax(dim=-1)
+        self.count += 1
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Do nothing, because each round is stored with its rows."""
+        """Do nothing, because records are stored by row."""
 
 
 def _law(target: Target, request: Request, prefill: Scores) -> Callable[[Tensor], Tensor] | None:
@@ -93,21 +101,11 @@ def capture(target: Target, rule: Acceptance, request: Request) -> TrainingBatch
         return capture_answers(target, request)
     recorder = Recorder(target)
     ended = decode(target, recorder, rule, request, FixedLength(1))
-    prompt = request.prompt
-    rows, length = prompt.shape
+    prompt, length = request.prompt, request.prompt.shape[1]
     lengths = [len(t) for t in ended.tokens]
-    longest = max(lengths)
-    scores = recorder.scores
-    first, answer = features_of(scores, prompt), _padded(ended.tokens, prompt.device)
-    features = torch.zeros(rows, length + longest - 1, first.shape[-1], dtype=first.dtype, device=prompt.device)
-    features[:, :length] = first
-    like = categorical(scores.distribution).logits if recorder.law is None else scores.aux["states"]
-    states = torch.zeros(rows, longest - 1, like.shape[-1], dtype=like.dtype, device=prompt.device)
-    best = torch.zeros(rows, longest - 1, dtype=torch.long, device=prompt.device)
-    for step, (alive, feature, state_BX, best_B) in enumerate(recorder.rounds):
-        features[alive, length + step] = feature
-        states[alive, step], best[alive, step] = state_BX, best_B
-    return _batch(scores, prompt, answer, lengths, features, states, recorder.law, best)
+    more, answer = max(lengths) - 1, _padded(ended.tokens, prompt.device)
+    features, states, best = recorder.features[:, : length + more], recorder.states[:, :more], recorder.best[:, :more]
+    return _batch(recorder.scores, prompt, answer, lengths, features, states, recorder.law, best)
 
 
 def _batch(

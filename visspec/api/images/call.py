@@ -18,7 +18,7 @@ from tqdm import tqdm
 from visspec.api.text import requests
 from visspec.loop.setup import DecodingSetup
 from visspec.loop.stats import COLOURS, Stats
-from visspec.models.image_codes.family import EncodedPrompt, Family, ImageLayout, prompt_of
+from visspec.models.image_codes.family import EncodedPrompt, Family, ImageLayout
 from visspec.registry import DrafterSpec
 from visspec.types import Acceptance, Order, Processor, Request, Sampling, State, Trace
 
@@ -207,7 +207,7 @@ def encode_prompts(
     family: Family, texts: list[str], negatives: list[str] | None, layout: ImageLayout, guidance: float
 ) -> EncodedPrompt:
     """Encode prompts and negative prompts for the family. Raises ValueError as `family.check`."""
-    prompt = prompt_of(family, texts, guidance != 1.0, layout, negatives)
+    prompt = family.prompt(texts, guidance != 1.0, layout, negatives)
     try:
         family.check(prompt, layout, guidance)
     except ValueError as error:

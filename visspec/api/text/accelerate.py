@@ -30,7 +30,7 @@ from visspec.models.decoder import mtp_layer
 from visspec.models.decoder.prefix import PrefixCache
 from visspec.models.decoder.target import HFDecoder, loop_model, unwrap_adapter
 from visspec.registry import DrafterSpec
-from visspec.types import Acceptance, ConfiguredModel, Drafter, DrafterTraits, Processor, State, Tokenizer
+from visspec.types import Acceptance, Drafter, DrafterTraits, Processor, State, Tokenizer
 
 logger = logging.getLogger(__name__)
 # attributes of Accelerated itself
@@ -93,7 +93,7 @@ def accelerate(
             " result of a transformers class's `from_pretrained`."
         )
     if preset is not None:
-        method = registry.preset(preset, "text", cast(ConfiguredModel, model))
+        method = registry.preset(preset, "text", model)
         drafter, levels = method.drafter if drafter == "auto" else drafter, levels or method.levels
         acceptance = method.acceptance if acceptance == "exact" else acceptance
     length = "fixed" if length is None and not adaptive else length
@@ -107,11 +107,8 @@ def accelerate(
 
 
 def speculative(drafter: DrafterSpec = "auto", **options) -> Speculative:
-    """Create a hook for `model.generate(..., custom_generate=visspec.speculative(...))`.
-
-    Args:
-        drafter: As in `accelerate`.
-        options: Options of `accelerate`.
+    """Create a hook for `model.generate(..., custom_generate=visspec.speculative(...))`, given arguments of
+    `accelerate`.
     """
     return Speculative(drafter, options)
 
@@ -205,19 +202,13 @@ class Accelerated:
         saving.save(folder, {"model": self.model, **words, **parts, "order": None, "parts": {}}, **options)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None) -> str:
-        """Upload what `save_pretrained` writes.
-
-        Args:
-            repo_id: Repository on the hub.
-            private: Whether to create it as private.
-
-        Returns:
-            The URL.
+        """Upload what `save_pretrained` writes to a repository of the hub, which is created if needed. Returns the
+        URL.
         """
         return hub.push(repo_id, self.save_pretrained, private)
 
     @property
-    def setup(self) -> DecodingSetup[HFDecoder]:
+    def setup(self) -> DecodingSetup:
         """The current setup. A call reads it once and so is not affected by changes in other threads."""
         fits, setup = self._made
         if fits == (now := self._fits()):
@@ -253,7 +244,7 @@ class Accelerated:
         models = (m for m in (self.model, self._options.drafter) if isinstance(m, nn.Module))
         return tuple((m.dtype, m.device, implementation(getattr(m, "config", None))) for m in models)
 
-    def _build(self) -> DecodingSetup[HFDecoder]:
+    def _build(self) -> DecodingSetup:
         options, model = self._options, loop_model(self.model)
         check_eager(options.batch_invariant, options.compile, options.graphs)
 
@@ -317,15 +308,7 @@ class Accelerated:
         return self.run(*args, streamer=streamer, generator=generator, seed=seed, **kwargs).output
 
     def run(self, *args, streamer=None, generator=None, seed=None, **kwargs) -> Result:
-        """Like `generate`, but return a `Result` with the final state and statistics of this call.
-
-        Args:
-            streamer: As in `generate`.
-            generator: As in `generate`.
-            seed: As in `generate`.
-            args: Positional arguments of transformers' `generate`.
-            kwargs: Arguments of transformers' `generate`.
-        """
+        """Like `generate`, but return a `Result` with the final state and statistics of this call."""
         kwargs = requests.arguments_by_name(unwrap_adapter(self.model).generate, args, kwargs)
         streamer = kwargs.pop("streamer", streamer)
         requests.check(kwargs)
@@ -384,12 +367,7 @@ class Accelerated:
         return queueing.answers(builder, prompts, slots, ahead, self.tokenizer)
 
     def __call__(self, *args, **kwargs):
-        """Call the model, without acceleration.
-
-        Args:
-            args: Positional arguments of its `forward`.
-            kwargs: Arguments of its `forward`.
-        """
+        """Call the model, without acceleration."""
         return self.model(*args, **kwargs)
 
 
@@ -397,7 +375,7 @@ class Accelerated:
 class _Run:
     """A custom decoding function for one `generate` call of transformers, which prepares its inputs."""
 
-    setup: DecodingSetup[HFDecoder]
+    setup: DecodingSetup
     tokenizer: Processor | Tokenizer | None = None
     streamer: BaseStreamer | None = None
     generator: torch.Generator | Sequence[torch.Generator] | None = None
@@ -461,7 +439,7 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
     trained: str | Path | None
     if spec := saving.drafter_of(folder) if folder else None:
         trained, why = None, NAMED
-    elif trained := registry.own_drafter(cast(ConfiguredModel, model)):
+    elif trained := registry.own_drafter(model):
         why = "it is in the model's folder"
     elif mtp_layer.in_files(model):
         trained, why = "mtp", "the model's files have such a layer"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, M
 from dataclasses import fields, is_dataclass, replace
 from inspect import signature
 from itertools import count
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from visspec.loop.setup import DecodingSetup
 from visspec.loop.stream import Answer, Stream
 from visspec.models.decoder import probe
 from visspec.models.decoder.prefix import PrefixCache, PrefixPlan, PromptKey
-from visspec.models.decoder.target import HFDecoder
 from visspec.types import Processor, Request, Tokenizer
 
 Entry = Mapping[str, Any] | tuple[Any, Exception]  # generate's arguments, or the id and error of a failed entry
@@ -54,20 +53,13 @@ def answers(
     """Yield the results of `accelerate.Accelerated.stream`."""
     stream = Stream(builder.setup, builder.kind, builder.together, slots, ahead)
     for answer in stream.run(builder.queue(entries)):
-        number, id = answer.id if isinstance(answer.id, Ticket) else (None, answer.id)
+        id, streamer = answer.id
         answer = replace(answer, id=id)
-        if (streamer := builder.streamers.pop(number, None)) is not None:
+        if streamer is not None:
             streamer.end()
         if tokenizer is not None and answer.error is None:
             answer = replace(answer, text=tokenizer.decode(answer.tokens, skip_special_tokens=True).strip())
         yield answer
-
-
-class Ticket(NamedTuple):
-    """A prompt in the stream."""
-
-    number: int
-    id: Any  # chosen by the caller, of any type
 
 
 class RequestBuilder:
@@ -76,7 +68,7 @@ class RequestBuilder:
     def __init__(
         self,
         model: nn.Module,
-        setup: DecodingSetup[HFDecoder],
+        setup: DecodingSetup,
         defaults: dict[str, Any],
         prefixes: PrefixCache | None = None,
     ):
@@ -87,15 +79,17 @@ class RequestBuilder:
         self.pad = int(pad) if isinstance(pad, int) and pad >= 0 else 0
         own = setup.target.model is not model  # wrapped by another generate with its own options
         self.named = frozenset(signature(cast(Callable, model.generate)).parameters) if own else frozenset()
-        self.streamers: dict[int | None, Any] = {}  # by number of the prompt, since ids may be equal
         self.unclear: Counter[Hashable] = Counter()  # kinds of inputs with unclear probe results
         self.known: dict[Any, Request] = {}  # requests by their options, if nothing else of the prompt matters
 
     def queue(self, entries: Iterable[Entry | None]) -> Iterator[tuple[Any, Request | Exception] | None]:
-        """Yield (id, request) of every entry, with an exception in place of the request if it is invalid."""
+        """Yield ((id, streamer), request) of every entry, with an exception in place of an invalid request."""
         number = count()
         for entry in entries:
-            yield entry if entry is None or isinstance(entry, tuple) else self._entry(entry, next(number))
+            if isinstance(entry, tuple):
+                yield (entry[0], None), entry[1]
+            else:
+                yield entry if entry is None else self._entry(entry, next(number))
 
     def _entry(self, entry: Mapping[str, Any], index: int) -> tuple[Any, Request | Exception]:
         """Convert one entry, in a function of its own so that its pixels are freed while waiting for the next."""
@@ -103,9 +97,9 @@ class RequestBuilder:
         try:
             own = dict(entry)
             id = own.pop("id", index)
-            return Ticket(index, id), self.request(index, own)
+            return (id, own.get("streamer", self.defaults.get("streamer"))), self.request(index, own)
         except Exception as error:
-            return Ticket(index, id), error
+            return (id, None), error
 
     def request(self, index: int, own: dict[str, Any]) -> Request:
         """Build the request of one entry. Raises ValueError for unsupported arguments."""
@@ -137,7 +131,6 @@ class RequestBuilder:
         if streamer is not None:
             request.on_tokens = requests.streaming(streamer, ids)
             streamer.put(ids.cpu())
-            self.streamers[index] = streamer
         return request
 
     def _prepare_options(self, prompt: dict[str, Tensor], options: dict[str, Any]) -> Request:
@@ -195,9 +188,8 @@ class RequestBuilder:
             merged.prefix = PrefixPlan(cache, keys)
             return merged
         inputs = self._inputs(group)
-        merged = Request(
-            {"attention_mask": inputs["attention_mask"]}, inputs["input_ids"], max_new_tokens=_limit(group)
-        )
+        limit = max(request.max_new_tokens for request in group)
+        merged = Request({"attention_mask": inputs["attention_mask"]}, inputs["input_ids"], limit)
         merged.media = media_of(inputs)
         merged.prefix = plan = PrefixPlan(cache, keys, hits, first, lambda rows: self._batch([group[b] for b in rows]))
         if first:
@@ -228,7 +220,8 @@ class RequestBuilder:
 
     def _batch(self, group: Sequence[Request]) -> Request:
         inputs = self._inputs(group)
-        request = requests.of_generate(self.model, inputs, max_new_tokens=_limit(group), do_sample=False)
+        limit = max(request.max_new_tokens for request in group)
+        request = requests.of_generate(self.model, inputs, max_new_tokens=limit, do_sample=False)
         request.media = media_of(inputs)
         return request
 
@@ -276,10 +269,6 @@ def _cut(request: Request, length: int) -> Request:
 def _media(request: Request) -> dict[str, Tensor]:
     length = request.prompt.shape[1]
     return {k: v for k, v in request.inputs.items() if isinstance(v, Tensor) and not of_ids(v, length)}
-
-
-def _limit(group: Sequence[Request]) -> int:
-    return max(request.max_new_tokens for request in group)
 
 
 def media_of(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
