@@ -38,7 +38,12 @@ def constrain(logits_BNV: Tensor, draft: Draft, state: State) -> Tensor:
 
 
 def fill(draft: Draft, state: State) -> Draft:
-    """Insert the ids of `Request.fixed` into a draft, as point masses in q."""
+    """Insert the ids of `Request.fixed` into a draft, as point masses in q.
+
+    Args:
+        draft: The draft.
+        state: The request.
+    """
     own_BN, free_BN = fixed_ids(state, draft.tree.depth), draft.tree.depth == 0
     if draft.real is not None:
         free_BN = free_BN | ~draft.real

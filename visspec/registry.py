@@ -264,6 +264,11 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
     """Create a drafter for a target from a `spec` as in `visspec.accelerate`. Returns the drafter and its name.
     `family` drives an image model. With the option `copies`, a drafter by name or folder also copies repeated text
     (`models.lookup.merged`).
+
+    Args:
+        spec: A name with options, a folder or hub id, or an object, as in `visspec.accelerate`.
+        model: The transformers model.
+        family: The image family, for an image model.
     """
     if spec is None or spec == "none":
         return None, "none"

@@ -270,9 +270,13 @@ def ranks(tree: Tree) -> Tensor:
 
 
 def warp(logits: Tensor, sampling: Sampling, uncond: Tensor | None = None) -> Tensor:
-    """Apply guidance (if `uncond`, the logits without the prompt, is given), temperature, top-k and top-p: (..., V) ->
-    float32 (..., V), -inf where a token was cut. Greedy sampling only applies guidance. Not differentiable. See
-    `kernels.guided_warp`.
+    """Apply guidance (if `uncond` is given), temperature, top-k and top-p: (..., V) -> float32 (..., V), -inf where a
+    token was cut. Greedy sampling only applies guidance. Not differentiable. See `kernels.guided_warp`.
+
+    Args:
+        logits: Logits (..., V).
+        sampling: Temperature, top-k, top-p and guidance scale.
+        uncond: Logits without the prompt, for guidance.
     """
     temperature = sampling.temperature
     if uncond is None and (temperature == 0 or not (0 < sampling.top_k < logits.shape[-1] or sampling.top_p < 1.0)):
@@ -389,6 +393,11 @@ def propose(logits_BV: Tensor, state: State, level: int) -> tuple[Tensor, Catego
 
     Without noise this is the argmax. Otherwise `BufferedNoise.draft` returns either a point mass, the argmax under the
     noise of the position, or a real sample with its distribution.
+
+    Args:
+        logits_BV: The drafter's logits.
+        state: The request.
+        level: Levels between the pending token's successor and this token.
     """
     logits_BV = warp(logits_BV, state.request.sampling)
     return (argmax(logits_BV), None) if state.noise is None else state.noise.draft(Categorical(logits_BV), level)

@@ -26,6 +26,10 @@ _derived: WeakKeyDictionary[Tree, dict[Callable, Any]] = WeakKeyDictionary()  # 
 def static(parent: tuple[int, ...], device: str = "cpu") -> Tree:
     """Return a static tree from its parents (-1, 0, 0, 1, ...), shared by all rows and cached. Raises ValueError if a
     parent does not come before its child.
+
+    Args:
+        parent: Index of each node's parent, -1 for the root, which comes first.
+        device: Where the tree's tensors are.
     """
     if not parent or parent[0] != -1:
         raise ValueError(f"parent: got {parent!r}, expected a tuple that starts with the root's -1.")
@@ -77,7 +81,11 @@ def cached_by_tree(derive: Callable[[Tree], Tensor]) -> Callable[[Tree], Tensor]
 
 @cached_by_tree
 def parents_of(tree: Tree) -> Tensor:
-    """Return each node's parent (1|B, N); the root is its own parent."""
+    """Return each node's parent (1|B, N); the root is its own parent.
+
+    Args:
+        tree: The tree.
+    """
     return tree.parent.clamp(min=0)
 
 
@@ -88,7 +96,12 @@ def roots(tree: Tree) -> Tensor:
 
 
 def chain(levels: int, device: str = "cpu") -> Tree:
-    """Return a tree of the root and `levels` nodes, one below the other."""
+    """Return a tree of the root and `levels` nodes, one below the other.
+
+    Args:
+        levels: Nodes below the root.
+        device: Where the tree's tensors are.
+    """
     return static(tuple(range(-1, levels)), device)
 
 
@@ -111,7 +124,12 @@ def chain_draft(pending: Tensor, proposed: Tensor, q: Distribution | None = None
 
 
 def ragged_draft(pending_B: Tensor, proposed: list[list[int]]) -> Draft:
-    """Return a chain from the ids of each row's chain, of different lengths."""
+    """Return a chain from lists of ids of different lengths.
+
+    Args:
+        pending_B: The pending ids.
+        proposed: Ids of each row's chain.
+    """
     width = max(map(len, proposed))
     if width == 0:
         return empty_draft(pending_B)
@@ -138,7 +156,11 @@ def pad(draft: Draft, size: int, levels: int) -> Draft:
 
 @cached_by_tree
 def paths(tree: Tree) -> Tensor:
-    """Return the indices of each node's ancestors from the root to itself, (1|B, N, levels + 1), padded with -1."""
+    """Return the indices of each node's ancestors from the root to itself, (1|B, N, levels + 1), padded with -1.
+
+    Args:
+        tree: The tree.
+    """
     size = tree.size
     index = torch.arange(size, device=tree.parent.device)
     ordered = torch.where(tree.ancestor, index, size).sort(dim=-1).values[..., : tree.levels + 1]
@@ -165,6 +187,9 @@ class TreeBuilder:
     def grow(self, logp_BWV: Tensor) -> tuple[Tensor, Tensor]:
         """Add a level, given the log-distributions after the frontier's nodes. Returns the tokens (B, width) of the new
         frontier, and the index of each one's parent in the old frontier.
+
+        Args:
+            logp_BWV: Log-distributions after the W nodes of the frontier.
         """
         self.children = min(self.width, logp_BWV.shape[2])  # children of each node
         likely_BWC, token_BWC = topk(logp_BWV, self.children)
@@ -180,7 +205,11 @@ class TreeBuilder:
         return token_BM.gather(1, best_BK), best_BK // self.children
 
     def finish(self, nodes: int) -> Draft:
-        """Return the best `nodes` proposals as a draft. They form a tree, as a child never ranks above its parent."""
+        """Return the best `nodes` proposals as a draft. They form a tree, as a child never ranks above its parent.
+
+        Args:
+            nodes: Number of proposals to keep.
+        """
         total, tokens = torch.cat(self.total, dim=1), torch.cat(self.tokens, dim=1)
         parent = torch.cat(self.frontiers[:-1], dim=1).repeat_interleave(self.children, dim=1)
         parent = torch.cat([torch.full_like(parent[:, :1], -1), parent], dim=1)
@@ -197,15 +226,22 @@ class TreeBuilder:
 
 
 def from_parents(parent_BN: Tensor, levels: int) -> Tree:
-    """Build a tree per row from each node's parent on the device, without synchronising. The root's is -1. `levels`
-    bounds the depth.
+    """Build a tree per row from parents on the device, without synchronising. `levels` bounds the depth.
+
+    Args:
+        parent_BN: Index of each node's parent, -1 for the root.
+        levels: Upper bound of the depth.
     """
     ancestor = kernels.ancestors(parent_BN, levels)
     return Tree(parent_BN, ancestor.sum(-1) - 1, ancestor, levels, chain=False)
 
 
 def check(tree: Tree) -> None:
-    """Raise ValueError unless depths, ancestors, `levels` and `chain` agree with the parents. Synchronises."""
+    """Raise ValueError unless depths, ancestors, `levels` and `chain` agree with the parents. Synchronises.
+
+    Args:
+        tree: The tree.
+    """
     index = torch.arange(tree.size, device=tree.parent.device)
     if not bool(((tree.parent < index) & ((tree.parent >= 0) == (index > 0))).all()):
         raise ValueError("tree.parent: The root needs the parent -1, and every other node an earlier node.")

@@ -295,12 +295,20 @@ class State:
         return max(map(self.room, self.rows))
 
     def room(self, row: int) -> int:
-        """Return the number of tokens that an original row may still emit."""
+        """Return the number of tokens that an original row may still emit.
+
+        Args:
+            row: Original number of the row.
+        """
         own = self.request.each[row] if self.request.each else self.request
         return own.max_new_tokens - len(self.output.tokens[row])
 
     def ids(self, row: int) -> Tensor:
-        """Return prompt and emitted tokens of an original row, (1, length)."""
+        """Return prompt and emitted tokens of an original row, (1, length).
+
+        Args:
+            row: Original number of the row.
+        """
         return self.output.ids(row)
 
 
@@ -367,13 +375,26 @@ class Target:
         raise NotImplementedError
 
     def prefill(self, request: Request) -> tuple[State, Scores]:
-        """Run the prompt. Returns the new state, and scores with distributions (B, 1) after the prompt and features (B,
-        L, F).
+        """Run the prompt.
+
+        Args:
+            request: The request.
+
+        Returns:
+            The new state, and scores with distributions (B, 1) after the prompt and features (B, L, F).
         """
         raise NotImplementedError
 
     def verify(self, state: State, draft: Draft) -> Scores:
-        """Run one pass over all nodes of a draft, in all live rows. Returns scores with distributions (B, N)."""
+        """Run one pass over all nodes of all live rows.
+
+        Args:
+            state: The state of the request.
+            draft: Nodes to score; node 0 is the pending token.
+
+        Returns:
+            Scores with distributions (B, N).
+        """
         raise NotImplementedError
 
     def partial(self, state: State, value: Tensor, level: int, skip: frozenset[int]) -> Tensor:
@@ -389,21 +410,40 @@ class Target:
         raise ValueError(f"drafter: {type(self).__name__} can't run single layers. Choose another drafter.")
 
     def keys_and_values(self, state: State, layers: Sequence[int]) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
-        """Return read-only keys and values (B, H, S, E) of layers, and a mask (B, S) of committed slots (None: all)."""
+        """Return read-only keys and values (B, H, S, E) of layers, and a mask (B, S) of committed slots (None: all).
+
+        Args:
+            state: The request.
+            layers: Indices of layers.
+        """
         raise ValueError(f"drafter: {type(self).__name__} does not expose keys and values. Choose another drafter.")
 
     def law(self, request: Request) -> Callable[[Tensor], Tensor] | None:
         """Return a function from hidden states (..., X), the "states" in `Scores.aux`, to log-distributions (..., V).
         They are correct up to a constant and ignore the grammar. The function may be wrong, so compare its results with
         those of a pass. None if the head can't be run alone.
+
+        Args:
+            request: The request.
         """
         return None
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:
-        """Keep the accepted nodes of the round's draft in the cache."""
+        """Keep the accepted nodes in the cache.
+
+        Args:
+            state: The request.
+            draft: The round's draft.
+            outcome: What the host knows of the round: lengths and paths.
+        """
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Keep only these live rows."""
+        """Keep only these live rows, given by index.
+
+        Args:
+            state: The request.
+            keep: Indices of the live rows to keep.
+        """
 
     @property
     def pads(self) -> bool:
@@ -411,10 +451,23 @@ class Target:
         return False
 
     def finish(self, state: State) -> None:
-        """Release what the request borrowed. Called when a request has ended, unless an exception ended it."""
+        """Release what the request borrowed. Called when a request has ended, unless an exception ended it.
+
+        Args:
+            state: The request.
+        """
 
     def join(self, state: State, other: State, take: list[int]) -> None:
-        """Append live rows of another request, whose state is not changed, to the live rows."""
+        """Append live rows of another request to the live rows.
+
+        Args:
+            state: The state to extend.
+            other: The other request's state, which is not changed.
+            take: Indices of the rows to add.
+
+        Raises:
+            ValueError: If the target does not support it.
+        """
         raise ValueError(f"stream: {type(self).__name__} does not support adding rows to a running batch.")
 
     def revise(self, state: State, value: Tensor, where: Tensor, seen: Tensor) -> Scores:
@@ -475,7 +528,12 @@ class Drafter:
         """Prepare to record calls as CUDA graphs. Called if the target's passes are recorded; a no-op by default."""
 
     def save_pretrained(self, folder: Path, record: dict[str, Any]) -> None:
-        """Write configuration, weights and `record`, their provenance. Only if `saved_as` is "network"."""
+        """Write configuration and weights. Only for drafters whose `saved_as` is "network".
+
+        Args:
+            folder: The folder to write to.
+            record: Provenance to store with the weights.
+        """
         raise NotImplementedError
 
     def export(self, folder: str | Path, form: str, verifier: str | None = None) -> None:
@@ -493,17 +551,27 @@ class Drafter:
         raise ValueError(f"form: {kind} has no form {form!r}. Other engines can't read this drafter.")
 
     def attach(self, target: Any) -> None:
-        """Connect to the transformers model or image family. Called when a setup is built, and after device or dtype
-        changed.
+        """Connect to the model or image family. Called when a setup is built, and after device or dtype changed.
+
+        Args:
+            target: The transformers model, or the image family.
         """
 
     def start(self, state: State, scores: Scores) -> None:
-        """Process the scores of the prefill: the target's distribution and features after the prompt. Called once per
-        request.
+        """Process the scores of the prefill. Called once per request.
+
+        Args:
+            state: The request.
+            scores: The target's distribution and features after the prompt.
         """
 
     def propose(self, state: State, depth: int) -> Draft:
-        """Propose a draft of at most `depth` levels."""
+        """Propose a draft.
+
+        Args:
+            state: The state of the request.
+            depth: Maximum number of levels. A draft may have fewer, never more.
+        """
         raise NotImplementedError
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
@@ -517,10 +585,19 @@ class Drafter:
         """
 
     def finish(self, state: State) -> None:
-        """Release what the request used. Called when a request has ended, unless an exception ended it."""
+        """Release what the request used. Called when a request has ended, unless an exception ended it.
+
+        Args:
+            state: The request.
+        """
 
     def select(self, state: State, keep: list[int]) -> None:
-        """Keep only these live rows."""
+        """Keep only these live rows, given by index.
+
+        Args:
+            state: The request.
+            keep: Indices of the live rows to keep.
+        """
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         """Add live rows of another request after its `start`. Only called with `traits.joins`.
@@ -532,7 +609,11 @@ class Drafter:
         """
 
     def sketch(self, state: State) -> Tensor:
-        """Draft whole images after the prefill. Returns codes (B, rows * columns) of the live rows, in raster order."""
+        """Draft whole images after the prefill. Returns codes (B, rows * columns) of the live rows, in raster order.
+
+        Args:
+            state: The request.
+        """
         raise NotImplementedError
 
 
@@ -560,18 +641,29 @@ class Acceptance:
     capabilities = Capabilities()  # those of the target
 
     def bind(self, capabilities: Capabilities) -> None:
-        """Adapt the rule to a target. Called on a copy of the user's rule when a setup is built."""
+        """Adapt the rule to a target. Called on a copy of the user's rule when a setup is built.
+
+        Args:
+            capabilities: Those of the target.
+        """
         self.capabilities = capabilities
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Any:
-        """Create the random numbers of a request, a `sampling.BufferedNoise`, from one generator per row and the width
-        of the target's distributions.
+        """Create the random numbers of a request, a `sampling.BufferedNoise`.
+
+        Args:
+            generators: One generator per row.
+            width: Width of the target's distributions.
         """
         raise NotImplementedError
 
     def __call__(self, draft: Draft, scores: Scores, noise: Any) -> Verdict:
-        """Select the accepted nodes of a draft, given the target's scores of them and the request's random numbers;
-        None for greedy decoding.
+        """Select the accepted nodes.
+
+        Args:
+            draft: The nodes.
+            scores: The target's distributions after each node.
+            noise: Random numbers; None for greedy decoding.
         """
         raise NotImplementedError
 
@@ -591,7 +683,12 @@ class Order:
     distribution: type[Distribution] = Categorical
 
     def bind(self, rule: Acceptance, drafter: Drafter | None) -> Order:
-        """Return this order for the rule and drafter of a setup. Raises ValueError if they are incompatible."""
+        """Return this order for the rule and drafter of a setup. Raises ValueError if they are incompatible.
+
+        Args:
+            rule: The acceptance rule.
+            drafter: The drafter; None for plain decoding.
+        """
         return self
 
     def decode(

@@ -47,6 +47,10 @@ class T5Features:
 
     @classmethod
     def from_pretrained(cls, where: str | Path, **options: object) -> Self:
-        """Load from a folder or hub id, safetensors only. `options` are those of the encoder's `from_pretrained`."""
+        """Load from a folder or hub id, safetensors only.
+
+        Args:
+            options: Arguments of the encoder's `from_pretrained`.
+        """
         encoder = AutoModelForTextEncoding.from_pretrained(where, use_safetensors=True, **options)
         return cls(AutoTokenizer.from_pretrained(where), encoder.eval())

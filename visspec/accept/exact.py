@@ -36,7 +36,12 @@ class Exact(Acceptance):
 
 
 def follow(draft: Draft, chosen_BN: Tensor) -> Verdict:
-    """Return the path of nodes that equal the target's token after their parent, and the first token without a node."""
+    """Return the path of nodes that equal the target's tokens, and the first token without a node.
+
+    Args:
+        draft: The draft.
+        chosen_BN: The target's token after every node.
+    """
     tree = draft.tree
     if tree.size == 1:  # fast path for plain decoding
         return Verdict(torch.zeros_like(chosen_BN), torch.ones_like(chosen_BN[:, 0]), chosen_BN[:, 0])

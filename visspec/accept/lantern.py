@@ -67,7 +67,13 @@ class Lantern(Rejection):
         return {"neighbours": self.table_Vk, self.bound: self.value}
 
     def borrowed_mass(self, p_BNV: Tensor, x_BD: Tensor, above_BD: Tensor) -> Tensor:
-        """Return the mass (B, D) added to codes x under the distributions after the nodes above them."""
+        """Return the mass (B, D) added to codes x under the distributions of their parents.
+
+        Args:
+            p_BNV: Distributions after every node.
+            x_BD: Codes.
+            above_BD: The node whose distribution each code is tested under.
+        """
         assert self.table_Vk is not None  # of `bind`
         rows, size, _ = p_BNV.shape
         law_BD = above_BD + torch.arange(0, rows * size, size, device=p_BNV.device)[:, None]

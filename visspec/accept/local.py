@@ -65,20 +65,36 @@ class Local(Acceptance):
         return Gumbel(generators, width)
 
     def within_tolerance(self, p_BNV: Tensor, x_BN: Tensor) -> Tensor:
-        """Return whether codes x are accepted under the distributions at their positions, (B, N) bool."""
+        """Return whether codes x are accepted under the distributions at their positions, (B, N) bool.
+
+        Args:
+            p_BNV: Distributions at the positions.
+            x_BN: Codes.
+        """
         assert self.near_Vk is not None  # of `bind`
         pooled_BN = p_BNV.gather(2, self.near_Vk[x_BN]).sum(-1)
         return (pooled_BN >= self.tau) & (x_BN < self.codes)
 
     def again(self, p_BNV: Tensor, x_BN: Tensor, real_BN: Tensor, columns: int) -> Tensor:
-        """Return the places of whole image rows that must be generated again, (B, N), in raster order. `real_BN` is
-        whether a place was drafted, `columns` the number of codes per image row.
+        """Return the places of whole image rows that must be generated again, (B, N), in raster order.
+
+        Args:
+            p_BNV: Distributions at the positions.
+            x_BN: Drafted codes.
+            real_BN: Whether a position was drafted.
+            columns: Codes per image row.
         """
         rejected_BRC = ~(self.within_tolerance(p_BNV, x_BN) & real_BN).unflatten(1, (-1, columns))
         return spread(rejected_BRC, self.radius).flatten(1)
 
     def drift(self, p_BNV: Tensor, x_BN: Tensor, stays_BN: Tensor) -> Tensor:
-        """Return the drift (B,) of accepting the codes x that stay, under the distributions at their positions."""
+        """Return the drift (B,) of accepting the marked codes x.
+
+        Args:
+            p_BNV: Distributions at the positions.
+            x_BN: Codes.
+            stays_BN: Which codes are accepted.
+        """
         here_BN = p_BNV.gather(2, x_BN[..., None])[..., 0]
         return ((1 - here_BN) * stays_BN).sum(1)
 

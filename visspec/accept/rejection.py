@@ -55,11 +55,21 @@ class Rejection(Acceptance):
         return None
 
     def relaxation(self, draft: Draft, p_BNV: Tensor) -> dict[str, Any]:
-        """Return the arguments of `kernels.accept_tree` for this rule, given what `mass` is given."""
+        """Return the arguments of `kernels.accept_tree` for this rule.
+
+        Args:
+            draft: The draft.
+            p_BNV: Warped distributions of the target after every node.
+        """
         return {"mass": self.mass(draft, p_BNV)}
 
     def greedy(self, draft: Draft, scores: Scores) -> Verdict:
-        """Return the verdict of greedy decoding: accept the argmax at each node."""
+        """Return the verdict of greedy decoding: accept the argmax at each node.
+
+        Args:
+            draft: The draft.
+            scores: The target's distributions after every node.
+        """
         verdict = Exact()(draft, scores, None)
         return replace(verdict, drift=torch.zeros_like(verdict.length, dtype=torch.float)) if self.relaxed else verdict
 
@@ -71,8 +81,14 @@ class Rejection(Acceptance):
         return self.judge(draft, law_BNV, *noise.accept_uniforms(draft.tree), logs=self.lazy)
 
     def judge(self, draft: Draft, p_BNV: Tensor, coins_BN: Tensor, draw_B: Tensor, logs: bool = False) -> Verdict:
-        """Return the verdict under distributions p, or with `logs` (a lazy rule) under the softmax of p, given uniform
-        numbers of the tests and of the final sample.
+        """Return the verdict under distributions p, or with `logs` (a lazy rule) under the softmax of p.
+
+        Args:
+            draft: The draft.
+            p_BNV: Distributions after every node, or with `logs` their logits.
+            coins_BN: Uniform numbers of the tests.
+            draw_B: Uniform numbers of the final sample.
+            logs: Whether p_BNV holds logits.
         """
         tree = draft.tree
         own = self.relaxation(draft, p_BNV) if tree.size > 1 else {}

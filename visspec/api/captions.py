@@ -222,7 +222,14 @@ class Captions(AbstractContextManager):
         self.close()
 
     def open_record(self, record: Record) -> Image | Clip:
-        """Open the picture or the frames of the video of a record. Raises ValueError or OSError if it can't."""
+        """Open the picture of a record, or the frames of its video.
+
+        Args:
+            record: The record.
+
+        Raises:
+            ValueError, OSError: If it can't be read.
+        """
         return open_media(record.image, record.id, self.max_pixels, self.frames)
 
     def _prepare(self, record: Record) -> Prepared:

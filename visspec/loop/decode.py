@@ -43,8 +43,15 @@ from visspec.types import (
 def decode(
     target: Target, drafter: Drafter | None, rule: Acceptance, request: Request, length_policy: DraftLengthPolicy
 ) -> State:
-    """Decode a batch, plainly without a drafter. Returns the finished state with its `output` (trimmed at stops) and
-    `trace`. Exceptions of the target are raised. If the drafter fails, its draft is empty (`loop.safe_drafter`).
+    """Decode a batch. Returns the finished state with its `output` (trimmed at stops) and `trace`. Exceptions of the
+    target are raised. If the drafter fails, its draft is empty (`loop.safe_drafter`).
+
+    Args:
+        target: The target.
+        drafter: The drafter; None for plain decoding.
+        rule: The acceptance rule.
+        request: The request.
+        length_policy: Chooses the levels of each draft.
     """
     state = start(target, drafter, rule, request)
     while state.rows:

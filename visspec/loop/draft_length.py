@@ -221,19 +221,36 @@ class DraftLengthPolicy:
         self.levels = levels
 
     def limit(self, state: State) -> int:
-        """Return the maximum levels of this round's draft. One token of the budget is reserved for the target's own."""
+        """Return the maximum levels of this round's draft. One token of the budget is reserved for the target's own.
+
+        Args:
+            state: The request.
+        """
         return max(min(self.levels, state.budget - 1), 0)
 
     def depth(self, state: State) -> int:
-        """Return the levels to draft in this round, 0 for none, and store them in `state.trace.requested`."""
+        """Return the levels to draft in this round, 0 for none, and store them in `state.trace.requested`.
+
+        Args:
+            state: The request.
+        """
         raise NotImplementedError
 
     def pad(self, state: State, nodes: int) -> int:
-        """Return a size to which to pad a draft of `nodes` nodes, root included, because such a pass is faster."""
+        """Return a size to which to pad a draft of `nodes` nodes, because a pass of that size is faster.
+
+        Args:
+            state: The request.
+            nodes: Nodes of the draft, with the pending token.
+        """
         return nodes
 
     def observe(self, trace: Trace) -> None:
-        """Process the latest round: `trace.rounds[-1]` and `trace.latest`."""
+        """Process the latest round: `trace.rounds[-1]` and `trace.latest`.
+
+        Args:
+            trace: The request's trace.
+        """
 
 
 class FixedLength(DraftLengthPolicy):

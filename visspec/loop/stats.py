@@ -53,7 +53,13 @@ class Stats:
 
     @classmethod
     def of(cls, state: State, setup: DecodingSetup, tokenizer=None) -> Stats:
-        """Compute the statistics of a state that a setup finished. Pieces are text with a tokenizer, ids without."""
+        """Compute the statistics of a finished state. Pieces are text with a tokenizer, ids without.
+
+        Args:
+            state: The finished request.
+            setup: The setup that decoded it.
+            tokenizer: Turns ids into text; None for ids.
+        """
         trace = state.trace
         passes = sum(len(r.committed) for r in trace.rounds)
         committed = sum(sum(r.committed) for r in trace.rounds)

@@ -146,7 +146,11 @@ class ImagePipeline:
         return {name: getattr(self, name) for name in names if name != "preset"}
 
     def with_parts(self, parts: dict[str, Any]) -> ImagePipeline:
-        """Return a pipeline with the same weights and these parts in place of its own; itself if there are none."""
+        """Return a pipeline with the same weights and these parts in place of its own; itself if there are none.
+
+        Args:
+            parts: Parts by name, as `parts` of `from_pretrained`.
+        """
         return type(self)(**self.components | {"parts": self.parts | parts}) if parts else self
 
     @property
@@ -186,7 +190,12 @@ class ImagePipeline:
         saving.save(folder, self.components, self.family, **options)
 
     def to(self, *args, **kwargs) -> ImagePipeline:
-        """Move or cast the model and its parts like `nn.Module.to`. Drafters and rules are rebuilt at the next call."""
+        """Move or cast the model and its parts like `nn.Module.to`. Drafters and rules are rebuilt at the next call.
+
+        Args:
+            args: Arguments of `nn.Module.to`: a device, a dtype or both.
+            kwargs: The same by name.
+        """
         with self._lock:
             self._move(*args, **kwargs)
             self._renew()
@@ -222,11 +231,19 @@ class ImagePipeline:
                     self._move("cpu")
 
     def set_progress_bar_config(self, **options) -> None:
-        """Set arguments of tqdm, such as `disable=True`."""
+        """Set arguments of tqdm, such as `disable=True`.
+
+        Args:
+            options: Arguments of tqdm.
+        """
         self._progress = options
 
     def enable_model_cpu_offload(self, device: str | torch.device = "cuda") -> None:
-        """Keep the weights on the CPU, and on `device` only during calls."""
+        """Keep the weights on the CPU, and on `device` only during calls.
+
+        Args:
+            device: Where calls run.
+        """
         with self._lock:
             self._home = torch.device(device)
             if not self._inside:
@@ -263,7 +280,11 @@ class ImagePipeline:
         return out if return_dict else (out.images,)
 
     def stream(self, prompt: str | Sequence[str], **options: Any) -> Iterator[ImageOutput]:
-        """Like `__call__`, but yield each batch when it is finished."""
+        """Like `__call__`, but yield each batch when it is finished.
+
+        Args:
+            prompt, options: As in `__call__`.
+        """
         yield from self._parts(ImageRequest(prompt, **options))
 
     def _parts(self, request: ImageRequest) -> Iterator[ImageOutput]:
@@ -297,7 +318,11 @@ class ImagePipeline:
                 self._jobs.remove(job)
 
     def progress_bar(self, total: int) -> tqdm:
-        """Return a progress bar of tqdm with the configuration of `set_progress_bar_config`."""
+        """Return a progress bar of tqdm with the configuration of `set_progress_bar_config`.
+
+        Args:
+            total: Number of steps.
+        """
         return tqdm(total=total, unit="tok", **({"leave": False} | self._progress))
 
     def _job(self, request: ImageRequest) -> ImageJob:
@@ -332,7 +357,11 @@ class ImagePipeline:
         return self.batch_invariant and (self.family.draws == "maps" or not rule.traits.keeps_tokens)
 
     def sampling(self, guidance_scale=None, temperature=None, top_k=None, top_p=None) -> Sampling:
-        """Return sampling parameters, by default the model's. Raises ValueError for invalid values."""
+        """Return sampling parameters, by default the model's. Raises ValueError for invalid values.
+
+        Args:
+            guidance_scale, temperature, top_k, top_p: As in `__call__`; None for the model's own.
+        """
         own, usual = getattr(self.model, "generation_config", None), {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
         values = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
         for name, value in values.items():
@@ -343,8 +372,12 @@ class ImagePipeline:
         return sampling
 
     def setup(self, drafter, acceptance, order=None) -> DecodingSetup:
-        """Return the setup for a drafter, a rule and an order, as in the constructor. It is cached, to reuse measured
-        draft lengths.
+        """Return the setup for a drafter, a rule and an order. It is cached, to reuse measured draft lengths.
+
+        Args:
+            drafter: A drafter or its name; None for the pipeline's own.
+            acceptance: A rule or its name; None for the pipeline's own.
+            order: An order, its name, or a list of places; None for the pipeline's own.
         """
         if not isinstance(order, str | Order | None):  # lists of places are compared by value
             order = tuple(order.tolist() if isinstance(order, torch.Tensor) else order)

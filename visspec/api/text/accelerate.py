@@ -107,8 +107,11 @@ def accelerate(
 
 
 def speculative(drafter: DrafterSpec = "auto", **options) -> Speculative:
-    """Create a hook for `model.generate(..., custom_generate=visspec.speculative(...))`, given arguments of
-    `accelerate`.
+    """Create a hook for `model.generate(..., custom_generate=visspec.speculative(...))`.
+
+    Args:
+        drafter: As in `accelerate`.
+        options: Options of `accelerate`.
     """
     return Speculative(drafter, options)
 
@@ -202,8 +205,14 @@ class Accelerated:
         saving.save(folder, {"model": self.model, **words, **parts, "order": None, "parts": {}}, **options)
 
     def push_to_hub(self, repo_id: str, private: bool | None = None) -> str:
-        """Upload what `save_pretrained` writes to a repository of the hub, which is created if needed. Returns the
-        URL.
+        """Upload what `save_pretrained` writes.
+
+        Args:
+            repo_id: Repository on the hub.
+            private: Whether to create it as private.
+
+        Returns:
+            The URL.
         """
         return hub.push(repo_id, self.save_pretrained, private)
 
@@ -308,7 +317,15 @@ class Accelerated:
         return self.run(*args, streamer=streamer, generator=generator, seed=seed, **kwargs).output
 
     def run(self, *args, streamer=None, generator=None, seed=None, **kwargs) -> Result:
-        """Like `generate`, but return a `Result` with the final state and statistics of this call."""
+        """Like `generate`, but return a `Result` with the final state and statistics of this call.
+
+        Args:
+            streamer: As in `generate`.
+            generator: As in `generate`.
+            seed: As in `generate`.
+            args: Positional arguments of transformers' `generate`.
+            kwargs: Arguments of transformers' `generate`.
+        """
         kwargs = requests.arguments_by_name(unwrap_adapter(self.model).generate, args, kwargs)
         streamer = kwargs.pop("streamer", streamer)
         requests.check(kwargs)
@@ -367,7 +384,12 @@ class Accelerated:
         return queueing.answers(builder, prompts, slots, ahead, self.tokenizer)
 
     def __call__(self, *args, **kwargs):
-        """Call the model, without acceleration."""
+        """Call the model, without acceleration.
+
+        Args:
+            args: Positional arguments of its `forward`.
+            kwargs: Arguments of its `forward`.
+        """
         return self.model(*args, **kwargs)
 
 
