@@ -28,7 +28,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedConfig
+from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.chameleon.modeling_chameleon import ChameleonLayerNorm
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
@@ -107,7 +107,7 @@ class EagleAttention(nn.Module):
 def mlp(config: EagleConfig) -> LlamaMLP:
     """Build a SiLU-gated MLP."""
     sizes = {"hidden_size": config.hidden, "intermediate_size": config.intermediate}
-    return LlamaMLP(PreTrainedConfig(**sizes, hidden_act="silu", mlp_bias=False))
+    return LlamaMLP(LlamaConfig(**sizes, num_attention_heads=1))
 
 
 class EagleLayer(nn.Module):
