@@ -119,7 +119,7 @@ def test_long_prompts_grow_rotations():
     for last in (255, 256, 257, 258):
         drafter = make("llama", 0)
         config, width = drafter.config, drafter.head.fc.in_features
-        layout = plan(torch.tensor([[1, 2, 3]]), None, frozenset(), 0, "none", 0)  # two elements
+        layout = plan(config, torch.tensor([[1, 2, 3]]), None)  # two elements
         features = torch.zeros(1, 3, width - config.hidden)
         other = torch.zeros(1, 3, config.hidden)
         _, turn, _ = drafter.elements(layout, other[:, 1:], features, other, torch.tensor([[0, last, last + 1]]))
