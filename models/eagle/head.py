@@ -106,8 +106,8 @@ class EagleAttention(nn.Module):
 
 def mlp(config: EagleConfig) -> LlamaMLP:
     """Build a SiLU-gated MLP."""
-    sizes = {"hidden_size": config.hidden, "intermediate_size": config.intermediate}
-    return LlamaMLP(LlamaConfig(**sizes, num_attention_heads=1))
+    sizes = LlamaConfig(hidden_size=config.hidden, intermediate_size=config.intermediate, num_attention_heads=1)
+    return LlamaMLP(sizes)
 
 
 class EagleLayer(nn.Module):
