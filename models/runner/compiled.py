@@ -242,12 +242,12 @@ def dummy(pending: Tensor, nodes: int) -> Draft:
 @contextmanager
 def steadily() -> Iterator[None]:
     """Context for tracing in which equal lengths are not assumed to stay equal, and floats are constants, which avoids
-    tracing twice.
+    tracing twice. Failures are raised, although importing outlines makes torch hide them in the whole process.
     """
     from torch.fx.experimental import _config
 
     shapes = _config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    with shapes, torch._dynamo.config.patch(specialize_float=True):
+    with shapes, torch._dynamo.config.patch(specialize_float=True, suppress_errors=False):
         yield
 
 
