@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from visspec import tree as trees
+from visspec.cache import to_device
 from visspec.distributions import categorical
 from visspec.loop.decode import decode
 from visspec.loop.draft_length import FixedLength
@@ -54,7 +55,8 @@ class Recorder(Drafter):
         return trees.empty_draft(state.pending)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
-        rows, place, prompt = list(state.rows), self.count, state.request.prompt.shape[1]
+        rows, place = to_device(state.rows, self.best.device), self.count
+        prompt = state.request.prompt.shape[1]
         logits_BV = categorical(scores.distribution).logits[:, 0]
         self.features[rows, prompt + place] = features_of(scores, draft.value)[:, 0]
         self.states[rows, place] = logits_BV if self.law is None else scores.aux["states"][:, 0]
