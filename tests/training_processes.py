@@ -22,14 +22,14 @@ class ByHand(SingleProcess):
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cpu")
 
-    def prepare(self, module, optimiser):
+    def prepare(self, module, optimisers):
         def average(p):
             dist.all_reduce(p.grad)
             p.grad /= self.world
 
         for p in module.parameters():
             p.register_post_accumulate_grad_hook(average)
-        return module, optimiser
+        return module, optimisers
 
 
 def pictures(folder: Path) -> None:

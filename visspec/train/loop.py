@@ -47,6 +47,8 @@ RUN, OPTIMISER, PROGRESS, PROVENANCE = "run", "optimiser.safetensors", "progress
 DRAFTER = "drafter"  # folder of the drafter's weights in a checkpoint
 POINTS = 200  # maximum number of points of a run's curve
 LAW_ROWS = 256  # rows of the target's logits at a time, if the drafter predicts only some ids
+MUON = 8.0  # learning rate of Muon, as a multiple of AdamW's: drafters need half as many steps as with AdamW alone
+HEADS = ("lm_head", "head")  # names of output layers, which AdamW trains
 READS = 10  # steps between reads of the loss from an accelerator, which synchronise
 PATIENCE = 10  # maximum number of consecutive updates skipped because of non-finite gradients
 FREE = ("save_every", "keep")  # options that a resumed run may change, since they don't affect weights
@@ -115,9 +117,9 @@ class SingleProcess:
     def __init__(self, rank: int = 0):
         self.rank = rank
 
-    def prepare(self, module: nn.Module, optimiser: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """Wrap the module and its optimiser for training."""
-        return module, optimiser
+    def prepare(self, module: nn.Module, optimisers: list[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
+        """Wrap the module and its optimisers for training."""
+        return module, optimisers
 
     def first(self, figures: dict[str, float]) -> dict[str, float]:
         """Return the first process's figures, so that all processes make the same decision."""
@@ -151,11 +153,7 @@ class Trainer:
         self.head: nn.Module = drafter.head
         self.workers = workers = workers or SingleProcess()
         module = Step(drafter, plan)
-        matrices = [p for p in module.parameters() if p.dim() > 1]
-        vectors = [p for p in module.parameters() if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": plan.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-        optimiser = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98), fused=True)  # can skip a step
-        self.module, self.optimiser = workers.prepare(module, optimiser)
+        self.module, self.optimisers = workers.prepare(module, optimisers_of(module, plan))
         self.step, self.seconds, self.accumulate = 0, 0.0, max(plan.accumulate, workers.world)
         self._check_accumulate()
         device = next(self.head.parameters()).device
@@ -266,10 +264,8 @@ class Trainer:
         and the number of consecutive updates skipped for non-finite gradients, including this one.
         """
         plan, figures = self.plan, []
-        for group in self.optimiser.param_groups:
-            group["lr"] = plan.rate_at(self.step)
         self.module.train()
-        self.optimiser.zero_grad(set_to_none=True)
+        self.module.zero_grad(set_to_none=True)
         for stream, batch in zip(self.streams, lessons):
             batch = to(batch, next(self.head.parameters()).dtype)
             with torch.random.fork_rng():  # makes random numbers in training a function of the batch's number
@@ -280,9 +276,27 @@ class Trainer:
         norm = nn.utils.clip_grad_norm_(self.module.parameters(), plan.clip)  # equal in every process
         wrong = ~torch.isfinite(norm)
         self.left_out = torch.where(wrong, self.left_out + 1, 0)
-        self.optimiser.found_inf = wrong.float()  # type: ignore[attr-defined]  # as a `GradScaler` tells it
-        self.optimiser.step()
+        self._step_unless(wrong)
         return torch.cat([torch.stack(figures).mean(dim=0), self.left_out[None]])
+
+    def _step_unless(self, wrong: Tensor) -> None:
+        """Step the optimisers, and restore weights and moments where `wrong` () is true, without synchronising."""
+
+        def values() -> Iterator[tuple[tuple[Tensor, str], Tensor]]:
+            for p in self.module.parameters():
+                yield (p, ""), p
+            for optimiser in self.optimisers:
+                for p, state in optimiser.state.items():
+                    yield from (((p, name), value) for name, value in state.items())
+
+        before = {key: value.detach().clone() for key, value in values()}
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = group["share"] * self.plan.rate_at(self.step)
+            optimiser.step()
+        with torch.no_grad():
+            for key, value in values():
+                value.copy_(torch.where(wrong.to(value.device), before.get(key, torch.zeros_like(value)), value))
 
     def _read(self, figures: Tensor) -> dict[str, Any]:
         loss, *agreed, left_out = figures.tolist()
@@ -323,9 +337,11 @@ class Trainer:
         `run/progress.json` contains the step and is replaced in one move when the checkpoint is complete. If the run
         ends earlier, it still has the previous checkpoint.
         """
-        state = self.optimiser.state
         entries = [
-            (f"{name}/{key}", value) for name, p in self._trained_weights() for key, value in state.get(p, {}).items()
+            (f"{name}/{key}", value)
+            for name, p in self._trained_weights()
+            for optimiser in self.optimisers
+            for key, value in optimiser.state.get(p, {}).items()
         ]
         tensors = {name: value.detach().contiguous() for name, value in entries}
         if self.workers.rank:
@@ -377,13 +393,32 @@ class Trainer:
             raise ValueError(f"resume: {saved} mixes parts of the steps {sorted(steps)}.")
         for name, p in self._trained_weights():
             entries = {k.rpartition("/")[2]: v for k, v in tensors.items() if k.rpartition("/")[0] == name}
-            if entries:
-                self.optimiser.state[p] = {key: value.to(p.device) for key, value in entries.items()}
+            for optimiser in self.optimisers:
+                if entries and any(p is own for group in optimiser.param_groups for own in group["params"]):
+                    optimiser.state[p] = {key: value.to(p.device) for key, value in entries.items()}
         self.step, self.seconds, self.history = progress["step"], progress["seconds"], progress["validations"]
         self.curve, self.kept, self.best = progress["curve"], progress["kept"], progress["best"]
         if self.workers.rank == 0:
             self._publish()
         return True
+
+
+def optimisers_of(module: nn.Module, plan: TrainingOptions) -> list[Optimizer]:
+    """Return Muon for the weights of linear layers except output layers, and AdamW for all other parameters."""
+    layers = [(name.rpartition(".")[2], layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    hidden = list(dict.fromkeys(layer.weight for name, layer in layers if name not in HEADS))
+    others = [p for p in module.parameters() if all(p is not weight for weight in hidden)]
+    decays = plan.weight_decay, 0.0
+    groups = [
+        {"params": [p for p in others if (p.dim() < 2) == vector], "weight_decay": decays[vector], "share": 1.0}
+        for vector in (False, True)
+    ]
+    adamw = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98), fused=True)
+    if not hidden:
+        return [adamw]
+    matrices = [{"params": hidden, "share": MUON}]
+    muon = torch.optim.Muon(matrices, weight_decay=plan.weight_decay, adjust_lr_fn="match_rms_adamw")
+    return [muon, adamw]
 
 
 def checkpoint(folder: str | Path) -> Path | None:

@@ -37,8 +37,7 @@ from visspec.io.options import sampling_arguments
 from visspec.io.provenance import provenance
 from visspec.models.decoder.target import HFDecoder
 from visspec.presets import Recipe
-from visspec.train.batches import TrainingBatch
-from visspec.train.capture import AnsweredRequest, capture
+from visspec.train.capture import AnsweredRequest
 from visspec.train.loop import DRAFTER, PROGRESS, RUN, SingleProcess, Trainer, checkpoint
 from visspec.train.options import TrainingOptions
 from visspec.train.store import Store
@@ -212,12 +211,6 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
         network["feature_layers"] = (focused_state(model, prompts.batch(0)[0]), -1)
     drafter = fresh_or_resumed(model, out, resumed, seed, registry.drafter_class(recipe.kind), **network)
     answering = HFDecoder(model, drafter.traits.feature_layers, embeddings=True, states=True)
-    recorded: dict[int, TrainingBatch] = {}
-    if drafter.ids is not None and not resumed:
-        drafter_export.say(f"Counting ids in {GROUP} batches of answers, for the drafter's vocabulary.")
-        recorded = {number: capture(answering, Exact(), prompts(number)) for number in range(GROUP)}
-        vocab = answering.capabilities.vocab
-        drafter.keep(frequent(recorded.values(), vocab, drafter.config.draft_vocab))
     record = provenance(
         model, seed=seed, target=str(target), data=str(data), recipe="train_drafter", preset=settings.preset
     )
@@ -230,10 +223,14 @@ def run(target: str | Path, data: str | Path, out: str | Path, **options: Any) -
 
     validate = partial(taus, model, drafter, held_out)
     trainer = Trainer(answering, drafter, Exact(), prompts, planned, out, record, validate, several)
-    trainer.recorded = recorded
     if settings.store is not None:
         stored = {"layers": [*drafter.traits.feature_layers], "rows": prompts.rows, "text_until": total}
         keep_answers(trainer, settings.store, {**shared, **stored, "seed": seed}, requests_of(planned, lessons))
+    if drafter.ids is not None and not resumed:
+        drafter_export.say(f"Counting ids in {GROUP} batches of answers, for the drafter's vocabulary.")
+        recorded = {number: trainer.answers(number) for number in range(GROUP)}
+        drafter.keep(frequent(recorded.values(), answering.capabilities.vocab, drafter.config.draft_vocab))
+        trainer.recorded = recorded if trainer.store is None else {}
     history = train(trainer, settings.resume)
     if reader.bad:
         last, count = [*reader.bad.values()][-1], len(reader.bad)

@@ -36,9 +36,9 @@ class Workers(SingleProcess):
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.device = self.accelerator.device
 
-    def prepare(self, module: nn.Module, optimiser: Optimizer) -> tuple[nn.Module, Optimizer]:
-        module, wrapped = self.accelerator.prepare(module, optimiser)
-        return module, wrapped.optimizer
+    def prepare(self, module: nn.Module, optimisers: list[Optimizer]) -> tuple[nn.Module, list[Optimizer]]:
+        module, *wrapped = self.accelerator.prepare(module, *optimisers)
+        return module, [each.optimizer for each in wrapped]
 
     def first(self, figures: dict[str, float]) -> dict[str, float]:
         from accelerate.utils import broadcast_object_list
