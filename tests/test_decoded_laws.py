@@ -15,6 +15,7 @@ from visspec.accept.rejection import Rejection
 from visspec.distributions import Categorical, draw
 from visspec.models.jacobi import drafter as jacobi
 from visspec.models.jacobi.drafter import Jacobi, Window
+from visspec.models.lookup.context import ContextDrafter
 from visspec.models.lookup.merged import MergedDrafter
 
 V, SHORT, LONG = 3, 6, 24
@@ -24,7 +25,7 @@ DRAFTERS = {
     "wide tree": lambda: TableTree(OTHER, (3, 1, 1)), "maximal": lambda: Jacobi(4, "maximal"),
     "maximal, random start": lambda: Jacobi(4, "maximal", "random"), "independent": lambda: Jacobi(4, "independent"),
     "independent, random start": lambda: Jacobi(4, "independent", "random"), "gumbel": lambda: Jacobi(4, "gumbel"),
-    "gumbel, random start": lambda: Jacobi(4, "gumbel", "random"), "merged": lambda: MergedDrafter(TableDrafter(OTHER)),
+    "gumbel, random start": lambda: Jacobi(4, "gumbel", "random"), "merged": lambda: MergedDrafter(TableDrafter(OTHER), ContextDrafter()),
 }  # fmt: skip
 
 

@@ -281,8 +281,9 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
         if copies is not True or family is not None:
             raise ValueError(f"copies: got {copies}, expected true or false, and a model of text.")
         found, name = drafter(joined(name, options), model)
-        merges = found is not None and not found.traits.counts_nodes  # other drafters copy anyway
-        return load("visspec.models.lookup.merged:MergedDrafter")(found) if merges else found, name
+        if found is not None and not found.traits.counts_nodes:  # others copy anyway
+            found = load("visspec.models.lookup.merged:MergedDrafter")(found, drafter("context", model)[0])
+        return found, name
     names, shipped = table("drafter"), included.table().drafters
     if name in table("order"):
         raise ValueError(f"drafter: {name!r} is an order of decoding. Pass order={name!r}.")

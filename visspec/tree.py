@@ -154,6 +154,28 @@ def pad(draft: Draft, size: int, levels: int) -> Draft:
     return Draft(torch.cat([value, fill], 1), longer, real=torch.cat([real, real.new_zeros(len(value), more)], 1))
 
 
+def union(first: Draft, second: Draft) -> Draft:
+    """Return one draft with the nodes of two drafts of point masses that have the same root. Siblings may be equal.
+
+    Args:
+        first: A draft, whose nodes keep their indices.
+        second: A draft, whose nodes except the root come after them.
+    """
+    rows, size = first.value.shape[:2]
+    own_BN, parent_BN = (draft.tree.parent.expand(rows, -1) for draft in (first, second))
+    moved_BN = torch.where(parent_BN > 0, parent_BN + size - 1, 0)[:, 1:]
+    real = None
+    if first.real is not None or second.real is not None:
+        first_BN, second_BN = (
+            torch.ones_like(draft.value, dtype=torch.bool) if draft.real is None else draft.real
+            for draft in (first, second)
+        )
+        real = torch.cat([first_BN, second_BN[:, 1:]], dim=1)
+    value_BN = torch.cat([first.value, second.value[:, 1:]], dim=1)
+    levels = max(first.levels, second.levels)
+    return Draft(value_BN, from_parents(torch.cat([own_BN, moved_BN], dim=1), levels), real=real)
+
+
 @cached_by_tree
 def paths(tree: Tree) -> Tensor:
     """Return the indices of each node's ancestors from the root to itself, (1|B, N, levels + 1), padded with -1.

@@ -264,7 +264,8 @@ class State:
     target: Target | None = None  # for drafters that run the target's layers or read its keys and values
     # maps the expected tokens of drafts of 1, 2, ... nodes (root included) to the number of nodes to draft
     worth: Callable[[Sequence[float]], int] = len
-    offer: tuple[int, Structure] | None = None  # levels and structure to draft if copies do not pay (`traits.copies`)
+    # if copies do not pay (`traits.copies`): levels and structure to draft, and how often its first level is rejected
+    offer: tuple[int, Structure, float] | None = None
     drafting: bool = True  # false once the drafter has failed in this request
     refused: Tensor | None = None  # () number of invalid drafted nodes, on the device
     trace: Trace = field(default_factory=Trace)

@@ -51,6 +51,7 @@ DEPTHS = 4  # number of depths with their own rates; deeper levels share the las
 FORGET, WEIGHT = 0.998, 4.0  # decay of rates per observation, and the prior's weight in observations
 FIRST_NODES = 4  # initial size of a tree; it only grows further while more nodes may pay
 LEAST = 0.008  # minimum probability of a drafted node
+LEAST_BESIDE, MOST_BESIDE = 0.03, 12  # minimum probability, and number, of nodes beside another drafter's
 MATCH_PRIOR = (0.9, 0.85, 0.7, 0.5, 0.35, 0.15)  # rate of the newest occurrence, by length; older ones decay by 0.8
 PAIR_PRIOR = (0.5, 0.12, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)  # rate of candidates after two tokens, by rank
 TOKEN_PRIOR = (0.2, 0.1, 0.06, 0.04, 0.03, 0.02, 0.02, 0.01, 0.01, 0.01)  # rate after one token
@@ -235,6 +236,7 @@ class Memory:
 
     def __init__(self, rows: list[RowContext]):
         self.rows, self.size = rows, 1  # nodes of the drafted trees, including the root
+        self.offset = 0  # nodes of another drafter between the root and these trees
         self.copies: list[tuple[list[Place], Tensor, torch.cuda.Event | None]] = []  # pending copies
 
     def send(self, places: list[Place], values_MK: Tensor, ids_MK: Tensor) -> None:
@@ -348,6 +350,23 @@ class ContextDrafter(Drafter):
             for context in contexts:
                 context.widen(nodes, depth, chain)
 
+    def widen(self, state: State, draft: Draft, missed: float) -> Draft:
+        """Return another drafter's draft, followed by this one's most probable nodes if these may be added to it.
+
+        Args:
+            missed: Estimated share of drafts none of whose nodes is accepted.
+        """
+        memory: Memory = state.memory
+        memory.size = 1
+        if draft.q is not None or not self.traits.trees:
+            return draft
+        row_trees = []
+        for row in state.rows:
+            tree = memory.rows[row].grow(MOST_BESIDE, draft.levels)
+            row_trees.append(tree[: 1 + sum(node.reach * missed >= LEAST_BESIDE for node in tree[1:])])
+        memory.size, memory.offset = max(map(len, row_trees)), draft.tree.size - 1
+        return draft if memory.size == 1 else trees.union(draft, _draft(state.pending, row_trees))
+
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         memory: Memory = state.memory
         places: list[Place] = []
@@ -357,13 +376,14 @@ class ContextDrafter(Drafter):
             context.extend(state.tokens[row])
             if "candidates" in self.sources and row not in state.finished:
                 pairs = context.pairs(memory.size, len(new))
-                order = sorted(range(len(pairs)), key=path.__contains__)  # accepted ones last, so that they win
-                places += [(context.shared.candidates, pairs[n], n in path) for n in order]
-                nodes += [(b, n) for n in order]
+                at = [n and n + memory.offset for n in range(len(pairs))]
+                order = sorted(range(len(pairs)), key=lambda n: at[n] in path)  # accepted ones last, so that they win
+                places += [(context.shared.candidates, pairs[n], at[n] in path) for n in order]
+                nodes += [(b, at[n]) for n in order]
             context.learn(new)
             if row in state.finished:
                 context.end()
-        memory.size = 1
+        memory.size, memory.offset = 1, 0
         if nodes:
             b_M, n_M = to_device([list(column) for column in zip(*nodes)], state.pending.device)
             logits_BNV = categorical(scores.distribution).logits

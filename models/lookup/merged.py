@@ -1,8 +1,7 @@
-"""Combines a trained drafter with copies of repeated text.
+"""Combines a trained drafter with the drafter `context`, which needs no training.
 
-Copies are continuations of matches of at least three tokens, in the row's own text and in earlier answers
-(`lookup.context`). They need no pass of the trained drafter, and if text repeats nothing, the search takes only
-microseconds.
+Where the context alone promises more tokens per second, as in repeated text, the trained drafter is not asked.
+Elsewhere its draft and the context's most probable nodes share a root and one pass.
 """
 
 from __future__ import annotations
@@ -12,29 +11,25 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from visspec.models.lookup.context import LONG, ContextDrafter
+from visspec.models.lookup.context import ContextDrafter
 from visspec.types import Draft, Drafter, Outcome, Scores, State, Structure, Verdict
-
-NODES, LEVELS = 16, 16  # maximum size of a copy
 
 
 class MergedDrafter(Drafter):
-    """Drafts copies of repeated text, and a trained drafter's drafts elsewhere.
+    """Drafts from the context, from a trained drafter, or from both in one tree.
 
     Args:
         trained: A drafter whose drafts are requested by levels.
+        context: A drafter whose drafts are requested by nodes.
     """
 
-    def __init__(self, trained: Drafter):
-        self.trained = trained
-        self.copies = ContextDrafter(NODES, LEVELS, "matches+answers", shortest=LONG)
+    def __init__(self, trained: Drafter, context: ContextDrafter):
+        self.trained, self.context = trained, context
         self.saved_as = trained.saved_as
         self._take_traits()
 
     def _take_traits(self) -> None:
-        self.traits = replace(self.trained.traits, copies=LEVELS)
-        if not self.trained.traits.trees:
-            self.copies.restrict_to_chains()
+        self.traits = replace(self.trained.traits, copies=self.context.levels, trees=self.context.traits.trees)
 
     @property
     def structures(self) -> Sequence[Structure]:
@@ -50,6 +45,7 @@ class MergedDrafter(Drafter):
 
     def restrict_to_chains(self) -> None:
         self.trained.restrict_to_chains()
+        self.context.restrict_to_chains()
         self._take_traits()
 
     def compile(self) -> None:
@@ -69,17 +65,18 @@ class MergedDrafter(Drafter):
         self._take_traits()
 
     def start(self, state: State, scores: Scores) -> None:
-        state.memory = dict.fromkeys(("trained", "copies"))  # the two drafters' own memories
+        state.memory = dict.fromkeys(("trained", "context"))  # the two drafters' own memories
         self._each(state, "start", scores)
 
     def propose(self, state: State, depth: int) -> Draft:
-        draft = self._with("copies", self.copies.propose, state, depth)
-        state.trace.counted = draft.tree.size > 1
-        levels, structure = state.offer or (depth, state.structure)
+        draft = self._with("context", self.context.propose, state, depth)
+        levels, structure, missed = state.offer or (depth, state.structure, 1.0)
+        state.trace.counted = draft.tree.size > 1 and state.offer is not None
         if state.trace.counted or not levels:
             return draft
         state.trace.requested, state.trace.structure = levels, structure
-        return self._with("trained", self.trained.propose, state, levels)
+        draft = self._with("trained", self.trained.propose, state, levels)
+        return self._with("context", self.context.widen, state, draft, missed)
 
     def observe(self, state: State, draft: Draft, scores: Scores, verdict: Verdict, outcome: Outcome) -> None:
         self._each(state, "observe", draft, scores, verdict, outcome)
@@ -93,13 +90,13 @@ class MergedDrafter(Drafter):
 
     def join(self, state: State, other: State, take: list[int]) -> None:
         both = other.memory
-        for name in ("trained", "copies"):
+        for name in ("trained", "context"):
             other.memory = both[name]
             self._with(name, getattr(self, name).join, state, other, take)
         other.memory = both
 
     def _each(self, state: State, method: str, *arguments: object) -> None:
-        for name in ("trained", "copies"):
+        for name in ("trained", "context"):
             self._with(name, getattr(getattr(self, name), method), state, *arguments)
 
     def _with(self, name: str, call: Callable[..., Any], state: State, *arguments: object) -> Any:

@@ -308,7 +308,7 @@ class AdaptiveLength(DraftLengthPolicy):
                     trace.requested = limit
                 elif self.copies:
                     speed, offered, structure = self._fastest(limit, costs)
-                    state.offer = offered, structure
+                    state.offer = offered, structure, 1 - self.acceptance(structure).rates()[0]
                     state.worth = partial(self._worth, costs, speed if offered else 0.0)
                     trace.requested = max(limit, min(self.copies, state.budget - 1))
                 else:
