@@ -78,6 +78,14 @@ def test_store_serves_later_runs(home, monkeypatch, capsys):
     assert weights(home / "plain") == weights(home / "first") == weights(home / "second") != weights(home / "other")
 
 
+def test_ids_are_counted_in_stored_answers(home, monkeypatch):
+    run_of(home, "plain", draft_vocab=40)
+    run_of(home, "first", store=home / "store", draft_vocab=40)
+    monkeypatch.setattr("visspec.train.loop.capture", None)  # the target is not asked again
+    run_of(home, "second", store=home / "store", draft_vocab=40)
+    assert weights(home / "plain") == weights(home / "first") == weights(home / "second")
+
+
 def test_bad_input_is_a_sentence(home, monkeypatch):
     refused = lambda said: pytest.raises(ValueError, match="^store: " + said)  # noqa: E731
     with refused(".*/out is the folder of the drafter"):

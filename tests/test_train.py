@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch import nn
 
 import visspec
 from tests.doubles import raises_line
@@ -30,7 +31,7 @@ from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.train import losses
 from visspec.train.capture import capture, split
-from visspec.train.loop import SingleProcess, Trainer
+from visspec.train.loop import SingleProcess, Trainer, optimisers_of
 from visspec.train.options import TrainingOptions
 
 ROWS = {"llava": ["4 i 5", "3 i 2 i 6", "9"], "qwen2_5_vl": ["4 i 5", "6 i 3 i 2"]}
@@ -222,6 +223,19 @@ def test_checkpoint_is_of_one_step(tmp_path, earlier, killed):
     save_file({}, folder / "run" / "step-20" / "optimiser.safetensors", {"step": "7"})
     with pytest.raises(ValueError, match=r"resume: .* mixes parts of the steps \[7, 20\]"):
         again.resume()
+
+
+def test_optimisers():
+    """Muon is for hidden matrices: embeddings, output layers and vectors stay with AdamW."""
+    module = nn.ModuleDict(
+        {"embed": nn.Embedding(9, 4), "fc": nn.Linear(4, 8), "norm": nn.RMSNorm(8), "lm_head": nn.Linear(8, 9)}
+    )
+    muon, adamw = optimisers_of(module, TrainingOptions())
+    assert muon.param_groups[0]["params"] == [module["fc"].weight]
+    matrices, vectors = ([p.shape for p in group["params"]] for group in adamw.param_groups)
+    assert matrices == [(9, 4), (9, 8)] and vectors == [(8,), (8,), (9,)]
+    assert [group["weight_decay"] for group in adamw.param_groups] == [0.01, 0.0]
+    assert len(optimisers_of(nn.Embedding(9, 4), TrainingOptions())) == 1
 
 
 def test_poisoned_target(tmp_path):

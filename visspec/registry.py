@@ -262,7 +262,7 @@ def included_drafter(model: ConfiguredModel, kind: str = "eagle") -> str | None:
 
 def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) -> tuple[Any, str]:
     """Create a drafter for a target from a `spec` as in `visspec.accelerate`. Returns the drafter and its name.
-    `family` drives an image model. With the option `copies`, a drafter by name or folder also copies repeated text
+    `family` drives an image model. The option `copies` combines a drafter by name or folder with "context"
     (`models.lookup.merged`).
 
     Args:

@@ -279,24 +279,24 @@ class Trainer:
         self._step_unless(wrong)
         return torch.cat([torch.stack(figures).mean(dim=0), self.left_out[None]])
 
+    @torch.no_grad()
     def _step_unless(self, wrong: Tensor) -> None:
-        """Step the optimisers, and restore weights and moments where `wrong` () is true, without synchronising."""
-
-        def values() -> Iterator[tuple[tuple[Tensor, str], Tensor]]:
-            for p in self.module.parameters():
-                yield (p, ""), p
-            for optimiser in self.optimisers:
-                for p, state in optimiser.state.items():
-                    yield from (((p, name), value) for name, value in state.items())
-
-        before = {key: value.detach().clone() for key, value in values()}
+        """Step the optimisers, except where `wrong` () is true, without synchronising."""
         for optimiser in self.optimisers:
+            weights = []
             for group in optimiser.param_groups:
                 group["lr"] = group["share"] * self.plan.rate_at(self.step)
+                weights += group["params"]
+            if not isinstance(optimiser, torch.optim.Muon):
+                optimiser.found_inf = wrong.float()  # type: ignore[attr-defined]  # as a `GradScaler` tells it
+                optimiser.step()
+                continue
+            before = [(p.clone(), {name: value.clone() for name, value in optimiser.state[p].items()}) for p in weights]
             optimiser.step()
-        with torch.no_grad():
-            for key, value in values():
-                value.copy_(torch.where(wrong.to(value.device), before.get(key, torch.zeros_like(value)), value))
+            for p, (weight, moments) in zip(weights, before):
+                p.copy_(torch.where(wrong, weight, p))
+                for name, value in optimiser.state[p].items():
+                    value.copy_(torch.where(wrong, moments.get(name, torch.zeros_like(value)), value))
 
     def _read(self, figures: Tensor) -> dict[str, Any]:
         loss, *agreed, left_out = figures.tolist()

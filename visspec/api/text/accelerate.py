@@ -453,8 +453,8 @@ def default_drafter(model: PreTrainedModel) -> tuple[DrafterSpec, str]:
     """Choose the drafter of a model for "auto". Returns it with the reason. Nothing is downloaded.
 
     The first of these that exists: the drafter named in `visspec.json` of the model's folder, the folder `drafter`
-    there, the checkpoint's own multi-token layers, an included drafter for the model, each combined with copies of
-    repeated text (`models.lookup.merged`); else "context", which needs no training.
+    there, the checkpoint's own multi-token layers, an included drafter for the model, each combined with "context"
+    (`models.lookup.merged`); else "context" alone, which needs no training.
     """
     folder = getattr(model, "name_or_path", None)
     spec: DrafterSpec
