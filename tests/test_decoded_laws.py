@@ -25,7 +25,8 @@ DRAFTERS = {
     "wide tree": lambda: TableTree(OTHER, (3, 1, 1)), "maximal": lambda: Jacobi(4, "maximal"),
     "maximal, random start": lambda: Jacobi(4, "maximal", "random"), "independent": lambda: Jacobi(4, "independent"),
     "independent, random start": lambda: Jacobi(4, "independent", "random"), "gumbel": lambda: Jacobi(4, "gumbel"),
-    "gumbel, random start": lambda: Jacobi(4, "gumbel", "random"), "merged": lambda: MergedDrafter(TableDrafter(OTHER), ContextDrafter()),
+    "gumbel, random start": lambda: Jacobi(4, "gumbel", "random"),
+    "merged": lambda: MergedDrafter(TableDrafter(OTHER), ContextDrafter()),
 }  # fmt: skip
 
 

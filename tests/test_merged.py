@@ -85,7 +85,8 @@ def test_copies_pay():
 def test_union():
     pending = torch.tensor([5, 6])
     chain = trees.ragged_draft(pending, [[1, 2], [3]])
-    tree = Draft(torch.tensor([[5, 1, 4, 7], [6, 3, 8, 9]]), trees.from_parents(torch.tensor([[-1, 0, 0, 2], [-1, 0, 1, 2]]), 3))
+    parents = torch.tensor([[-1, 0, 0, 2], [-1, 0, 1, 2]])
+    tree = Draft(torch.tensor([[5, 1, 4, 7], [6, 3, 8, 9]]), trees.from_parents(parents, 3))
     both = trees.union(chain, tree)
     trees.check(both.tree)
     assert both.tree.parent.tolist() == [[-1, 0, 1, 0, 0, 4], [-1, 0, 1, 0, 3, 4]] and both.levels == 3
@@ -98,7 +99,8 @@ class Halves(Oracle):
 
     def propose(self, state, depth):
         draft = super().propose(state, depth)
-        return draft if len(state.trace.rounds) % 2 else replace(draft, value=draft.value.where(draft.tree.depth == 0, 3))
+        wrong = replace(draft, value=draft.value.where(draft.tree.depth == 0, 3))
+        return draft if len(state.trace.rounds) % 2 else wrong
 
 
 @pytest.mark.parametrize("target", ["llama", "qwen2_vl"])

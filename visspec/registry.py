@@ -280,10 +280,7 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
     if copies := options.pop("copies", False):
         if copies is not True or family is not None:
             raise ValueError(f"copies: got {copies}, expected true or false, and a model of text.")
-        found, name = drafter(joined(name, options), model)
-        if found is not None and not found.traits.counts_nodes:  # others copy anyway
-            found = load("visspec.models.lookup.merged:MergedDrafter")(found, drafter("context", model)[0])
-        return found, name
+        return merged(*drafter(joined(name, options), model), model)
     names, shipped = table("drafter"), included.table().drafters
     if name in table("order"):
         raise ValueError(f"drafter: {name!r} is an order of decoding. Pass order={name!r}.")
@@ -312,6 +309,13 @@ def drafter(spec: DrafterSpec, model: ConfiguredModel, family: object = None) ->
             raise ValueError(f"drafter: {name} is made for a model with {where} {value!r}, got {found!r}.")
         return from_folder(folder, model, options, family), name
     return make("drafter", name, drafter_class(name), options), name
+
+
+def merged(trained: Any, name: str, model: ConfiguredModel) -> tuple[Any, str]:
+    """Return a drafter combined with "context", or itself if it is none or copies text anyway; and its name."""
+    if trained is None or trained.traits.counts_nodes:
+        return trained, name
+    return load("visspec.models.lookup.merged:MergedDrafter")(trained, drafter("context", model)[0]), name
 
 
 def own_drafter(model: ConfiguredModel) -> Path | None:

@@ -405,8 +405,8 @@ class Trainer:
 
 def optimisers_of(module: nn.Module, plan: TrainingOptions) -> list[Optimizer]:
     """Return Muon for the weights of linear layers except output layers, and AdamW for all other parameters."""
-    layers = [(name.rpartition(".")[2], layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    hidden = list(dict.fromkeys(layer.weight for name, layer in layers if name not in HEADS))
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
+    hidden = list(dict.fromkeys(layer.weight for name, layer in layers.items() if name.split(".")[-1] not in HEADS))
     others = [p for p in module.parameters() if all(p is not weight for weight in hidden)]
     decays = plan.weight_decay, 0.0
     groups = [
