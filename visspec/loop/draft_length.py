@@ -276,6 +276,7 @@ class AdaptiveLength(DraftLengthPolicy):
         self.share = share
         self.costs: dict[tuple[int, int], Costs] = {}  # by doublings of rows and of the context beyond `SHORT`
         self.accepted: dict[Structure, AcceptanceRates] = {}
+        self.beside = 0.0  # nodes of other drafters in the same pass, averaged over rounds
         self.rounds, self.committed = 0, 0.0  # rounds, and tokens of a row
         self.elapsed = self.overhead = 0.0  # seconds of all rounds, and those beyond plain decoding
 
@@ -361,7 +362,7 @@ class AdaptiveLength(DraftLengthPolicy):
         for structure in self.structures:
             draft = costs.draft(structure)
             for d, expected in enumerate(self.acceptance(structure).expected(limit), 1):
-                nodes = costs.passes.padded(structure.size(d) + 1)
+                nodes = costs.passes.padded(structure.size(d) + 1 + round(self.beside))
                 rate = expected / max(costs.passes.at(nodes) + draft.at(d), 1e-9)
                 if rate > speed:
                     winner, speed = (d, structure), rate
@@ -417,6 +418,8 @@ class AdaptiveLength(DraftLengthPolicy):
         if not levels:
             return
         if not trace.counted:
+            beside = max(trace.nodes - structure.size(levels) - 1, 0) if self.copies else 0
+            self.beside = FORGET * self.beside + (1 - FORGET) * beside
             self.acceptance(structure).learn(levels, committed, had_rejection)
             if structure != self.structures[0]:  # a tree tells what a chain is worth
                 rejected = [r or c < g for r, c, g in zip(had_rejection, trace.chain, committed)]
