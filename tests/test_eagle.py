@@ -228,3 +228,14 @@ def test_prompt_in_blocks(monkeypatch):
         kept.append((seen[0].kv[:, : max(seen[0].lengths)].clone(), seen[0].kv.shape[1], quick.last_state.tokens))
     torch.testing.assert_close(kept[0][0], kept[1][0])
     assert kept[0][1] == kept[1][1] >= 200 and kept[0][2] == kept[1][2]
+
+
+def test_drafter_of_the_language_model(tmp_path):
+    """A drafter trained on text also drafts for a model that reads pictures with the same language model."""
+    EagleDrafter.for_model(model_of("llama")).save_pretrained(tmp_path, {})
+    model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
+    fast = visspec.accelerate(model, tmp_path, length="fixed", debug=True)
+    arguments = {**inputs, "max_new_tokens": 12, "do_sample": False}
+    assert torch.equal(fast.generate(**arguments), model.generate(**arguments))
+    with pytest.raises(ValueError, match="made for a target of family 'llama', got a model of 'qwen2'"):
+        visspec.accelerate(model_of("qwen2"), tmp_path)
