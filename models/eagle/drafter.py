@@ -72,7 +72,7 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         return sizes | {"target_hidden": sizes.pop("hidden")}
 
     @classmethod
-    def check_target(cls, config: EagleConfig, target: PreTrainedModel) -> None:
+    def check_target(cls, config: Any, target: PreTrainedModel) -> None:
         """Raise ValueError if the network was made for another target. One made for a language model also fits models
         that read pictures with that language model.
         """
