@@ -18,6 +18,14 @@ from visspec.models.jacobi.drafter import Jacobi, Window
 from visspec.models.lookup.context import ContextDrafter
 from visspec.models.lookup.merged import MergedDrafter
 
+
+class Likely(TableDrafter):
+    """The most likely tokens of another table, which share a tree with those of the context."""
+
+    def drawn(self, logits_BV, state, level):
+        return logits_BV.argmax(dim=-1), None
+
+
 V, SHORT, LONG = 3, 6, 24
 SHARP, FLAT, OTHER = Table(V, 0), Table(V, 0, 0.3), Table(V, 7, 1.0)
 DRAFTERS = {
@@ -27,6 +35,7 @@ DRAFTERS = {
     "independent, random start": lambda: Jacobi(4, "independent", "random"), "gumbel": lambda: Jacobi(4, "gumbel"),
     "gumbel, random start": lambda: Jacobi(4, "gumbel", "random"),
     "merged": lambda: MergedDrafter(TableDrafter(OTHER), ContextDrafter()),
+    "shared tree": lambda: MergedDrafter(Likely(OTHER), ContextDrafter()),
 }  # fmt: skip
 
 
@@ -71,7 +80,9 @@ def test_law_of_plain_sampling(rule):
     assert balance(None, rule()) < 3.5
 
 
-@pytest.mark.parametrize("make", [lambda: TableDrafter(OTHER), lambda: Jacobi(4), lambda: Jacobi(4, start="random")])
+@pytest.mark.parametrize(
+    "make", [lambda: TableDrafter(OTHER), lambda: Jacobi(4), lambda: Jacobi(4, start="random"), DRAFTERS["shared tree"]]
+)
 def test_coupled_drafts_keep_tokens(make):
     assert torch.equal(samples(SHARP, make(), Exact(), 300, LONG), samples(SHARP, None, Exact(), 300, LONG))
 
