@@ -140,12 +140,19 @@ def ragged_draft(pending_B: Tensor, proposed: list[list[int]]) -> Draft:
     return chain_draft(pending_B, padded, real=torch.arange(width + 1, device=pending_B.device) <= count_B1)
 
 
+def real_nodes(draft: Draft) -> Tensor:
+    """Return which nodes are real, (B, N) bool, also for a draft whose nodes all are."""
+    if draft.real is not None:
+        return draft.real
+    return torch.ones(draft.value.shape[:2], dtype=torch.bool, device=draft.value.device)
+
+
 def pad(draft: Draft, size: int, levels: int) -> Draft:
     """Append unreal nodes up to `size` nodes. A chain stays a chain if it may have that many levels."""
     tree, value, more = draft.tree, draft.value, size - draft.tree.size
     if more <= 0 or draft.q is not None or (tree.chain and size > levels + 1):
         return draft
-    real = draft.real if draft.real is not None else torch.ones(value.shape[:2], dtype=torch.bool, device=value.device)
+    real = real_nodes(draft)
     if tree.chain:
         longer = chain(size - 1, str(value.device))
     else:
@@ -166,11 +173,7 @@ def union(first: Draft, second: Draft) -> Draft:
     moved_BN = torch.where(parent_BN > 0, parent_BN + size - 1, 0)[:, 1:]
     real = None
     if first.real is not None or second.real is not None:
-        first_BN, second_BN = (
-            torch.ones_like(draft.value, dtype=torch.bool) if draft.real is None else draft.real
-            for draft in (first, second)
-        )
-        real = torch.cat([first_BN, second_BN[:, 1:]], dim=1)
+        real = torch.cat([real_nodes(first), real_nodes(second)[:, 1:]], dim=1)
     value_BN = torch.cat([first.value, second.value[:, 1:]], dim=1)
     levels = max(first.levels, second.levels)
     return Draft(value_BN, from_parents(torch.cat([own_BN, moved_BN], dim=1), levels), real=real)

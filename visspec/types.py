@@ -264,7 +264,7 @@ class State:
     target: Target | None = None  # for drafters that run the target's layers or read its keys and values
     # maps the expected tokens of drafts of 1, 2, ... nodes (root included) to the number of nodes to draft
     worth: Callable[[Sequence[float]], int] = len
-    # if copies do not pay (`traits.copies`): levels and structure to draft, and how often its first level is rejected
+    # for drafters with `traits.copies`: levels and structure to draft, and how often its first level is rejected
     offer: tuple[int, Structure, float] | None = None
     drafting: bool = True  # false once the drafter has failed in this request
     refused: Tensor | None = None  # () number of invalid drafted nodes, on the device
@@ -498,7 +498,7 @@ class DrafterTraits:
     partial: bool = False  # whether it runs single layers of the target (`Target.partial`)
     any_order: bool = False  # whether it only drafts for any-order targets
     counts_nodes: bool = False  # whether it asks `State.worth` how many nodes to draft
-    copies: int = 0  # maximum levels of text copied from the context; if copies do not pay, it drafts `State.offer`
+    copies: int = 0  # maximum levels of drafts from the context alone; if these do not pay, it drafts `State.offer`
     own_noise: bool = False  # whether q is sampled with its own random numbers, which serve several rounds
     ahead: int = 0  # any-order targets: number of later codes whose distributions it reads, `aux["ahead"]`
 

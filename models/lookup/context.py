@@ -38,7 +38,7 @@ from visspec.distributions import categorical, topk
 from visspec.io.checkpoint import check_folder, read_tensors, write_folder
 from visspec.models.decoder.target import vocabulary
 from visspec.models.drafting.checkpoint import write_provenance
-from visspec.models.lookup.text_index import INDEXED, LENGTHS, MATCHES, Pointer, TextIndex
+from visspec.models.lookup.text_index import LENGTHS, MATCHES, Pointer, TextIndex
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 SOURCES = ("matches", "answers", "candidates")
@@ -134,11 +134,10 @@ class RowContext:
         prompt: The row's ids.
         shared: Learned data, of this row or of all rows.
         sources: The entries of `SOURCES` that propose tokens.
-        shortest: Minimum length of a match in tokens.
     """
 
-    def __init__(self, prompt: Sequence[int], shared: Shared, sources: Sequence[str] = SOURCES, shortest: int = 1):
-        self.shared, self.sources, self.rates, self.shortest = shared, sources, shared.rates, shortest
+    def __init__(self, prompt: Sequence[int], shared: Shared, sources: Sequence[str] = SOURCES):
+        self.shared, self.sources, self.rates = shared, sources, shared.rates
         self.index, self.prompt = TextIndex(), len(prompt)
         self.ids = self.index.ids
         self.tree: list[Node] = []
@@ -160,9 +159,9 @@ class RowContext:
 
     def matches(self) -> list[Pointer]:
         """Return the continuations of the longest matches, the newest first."""
-        pointers = self.index.matches(self.ids, 0, self.shortest) if "matches" in self.sources else []
+        pointers = self.index.matches(self.ids, 0) if "matches" in self.sources else []
         if "answers" in self.sources:
-            pointers += self.shared.answers.matches(self.ids[-LENGTHS[0] :], FIRST_ANSWER, self.shortest)
+            pointers += self.shared.answers.matches(self.ids[-LENGTHS[0] :], FIRST_ANSWER)
         return pointers
 
     def grow(self, nodes: int, depth: int, chain: bool = False) -> list[Node]:
@@ -276,7 +275,6 @@ class ContextDrafter(Drafter):
         shared: Whether rows and requests share what they learn. Rules with their own random numbers (`rejection` and
             the relaxed ones) never share, because the tokens of a seed depend on the draft there.
         successors: (V, K) ids that the target ranks highest after each id (`models.lookup.successors`), best first.
-        shortest: Minimum length of a match in tokens, at most 3.
     """
 
     def __init__(
@@ -286,15 +284,14 @@ class ContextDrafter(Drafter):
         sources: str = "+".join(SOURCES),
         shared: bool = True,
         successors: Tensor | None = None,
-        shortest: int = 1,
     ):
-        for name, value in (("nodes", nodes), ("levels", levels), ("shortest", shortest)):
+        for name, value in (("nodes", nodes), ("levels", levels)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}.")
         self.sources = tuple(sources.split("+"))
         if unknown := [name for name in self.sources if name not in SOURCES]:
             raise ValueError(f"sources: unknown {unknown[0]!r}. Choose from {', '.join(SOURCES)}, joined by '+'.")
-        self.nodes, self.levels, self.shared, self.shortest = nodes, levels, shared, min(shortest, INDEXED)
+        self.nodes, self.levels, self.shared = nodes, levels, shared
         self.traits = DrafterTraits(levels=levels, trees=True, joins=True, counts_nodes=True)
         self.common = Shared(successors=successors if "candidates" in self.sources else None)
         self.saved_as = "" if successors is None else "network"
@@ -323,9 +320,7 @@ class ContextDrafter(Drafter):
     def start(self, state: State, scores: Scores) -> None:
         shared = self.shared and (state.noise is None or not state.noise.samples)
         rows = [
-            RowContext(
-                ids, self.common if shared else Shared(successors=self.common.successors), self.sources, self.shortest
-            )
+            RowContext(ids, self.common if shared else Shared(successors=self.common.successors), self.sources)
             for ids in state.request.prompt.tolist()
         ]
         state.memory = Memory(rows)

@@ -32,15 +32,14 @@ class TextIndex:
                     del positions[0]
             ids.append(token)
 
-    def matches(self, text: Sequence[int], first: int, shortest: int = 1) -> list[Pointer]:
+    def matches(self, text: Sequence[int], first: int) -> list[Pointer]:
         """Return the continuations of the longest matches of a text's end, preferring newer ones.
 
         Args:
             first: Number of the first rate.
-            shortest: Minimum length of a match in tokens.
         """
         lengths: dict[int, int] = {}  # place -> length
-        for n in range(min(INDEXED, len(text)), shortest - 1, -1):
+        for n in range(min(INDEXED, len(text)), 0, -1):
             for place in reversed(self.places.get(tuple(text[-n:]), ())):
                 if place not in lengths:
                     lengths[place] = n if n < INDEXED else self._length(text, place)

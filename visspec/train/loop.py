@@ -47,7 +47,7 @@ RUN, OPTIMISER, PROGRESS, PROVENANCE = "run", "optimiser.safetensors", "progress
 DRAFTER = "drafter"  # folder of the drafter's weights in a checkpoint
 POINTS = 200  # maximum number of points of a run's curve
 LAW_ROWS = 256  # rows of the target's logits at a time, if the drafter predicts only some ids
-MUON = 8.0  # learning rate of Muon, as a multiple of AdamW's: drafters need half as many steps as with AdamW alone
+MUON = 8.0  # learning rate of Muon, as a multiple of AdamW's
 HEADS = ("lm_head", "head")  # names of output layers, which AdamW trains
 READS = 10  # steps between reads of the loss from an accelerator, which synchronise
 PATIENCE = 10  # maximum number of consecutive updates skipped because of non-finite gradients
@@ -154,6 +154,7 @@ class Trainer:
         self.workers = workers = workers or SingleProcess()
         module = Step(drafter, plan)
         self.module, self.optimisers = workers.prepare(module, optimisers_of(module, plan))
+        self.trained_by = {p: each for each in self.optimisers for group in each.param_groups for p in group["params"]}
         self.step, self.seconds, self.accumulate = 0, 0.0, max(plan.accumulate, workers.world)
         self._check_accumulate()
         device = next(self.head.parameters()).device
@@ -340,8 +341,7 @@ class Trainer:
         entries = [
             (f"{name}/{key}", value)
             for name, p in self._trained_weights()
-            for optimiser in self.optimisers
-            for key, value in optimiser.state.get(p, {}).items()
+            for key, value in self.trained_by[p].state.get(p, {}).items()
         ]
         tensors = {name: value.detach().contiguous() for name, value in entries}
         if self.workers.rank:
@@ -393,9 +393,8 @@ class Trainer:
             raise ValueError(f"resume: {saved} mixes parts of the steps {sorted(steps)}.")
         for name, p in self._trained_weights():
             entries = {k.rpartition("/")[2]: v for k, v in tensors.items() if k.rpartition("/")[0] == name}
-            for optimiser in self.optimisers:
-                if entries and any(p is own for group in optimiser.param_groups for own in group["params"]):
-                    optimiser.state[p] = {key: value.to(p.device) for key, value in entries.items()}
+            if entries:
+                self.trained_by[p].state[p] = {key: value.to(p.device) for key, value in entries.items()}
         self.step, self.seconds, self.history = progress["step"], progress["seconds"], progress["validations"]
         self.curve, self.kept, self.best = progress["curve"], progress["kept"], progress["best"]
         if self.workers.rank == 0:
@@ -405,20 +404,19 @@ class Trainer:
 
 def optimisers_of(module: nn.Module, plan: TrainingOptions) -> list[Optimizer]:
     """Return Muon for the weights of linear layers except output layers, and AdamW for all other parameters."""
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
-    hidden = list(dict.fromkeys(layer.weight for name, layer in layers.items() if name.split(".")[-1] not in HEADS))
-    others = [p for p in module.parameters() if all(p is not weight for weight in hidden)]
-    decays = plan.weight_decay, 0.0
+    layers = [(name.split(".")[-1], layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
+    hidden = dict.fromkeys(layer.weight for name, layer in layers if name not in HEADS)
+    matrices = [p for p in module.parameters() if p.dim() > 1 and p not in hidden]
+    vectors = [p for p in module.parameters() if p.dim() < 2]
     groups = [
-        {"params": [p for p in others if (p.dim() < 2) == vector], "weight_decay": decays[vector], "share": 1.0}
-        for vector in (False, True)
+        {"params": matrices, "weight_decay": plan.weight_decay, "share": 1.0},
+        {"params": vectors, "weight_decay": 0.0, "share": 1.0},
     ]
     adamw = torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.98), fused=True)
     if not hidden:
         return [adamw]
-    matrices = [{"params": hidden, "share": MUON}]
-    muon = torch.optim.Muon(matrices, weight_decay=plan.weight_decay, adjust_lr_fn="match_rms_adamw")
-    return [muon, adamw]
+    group = {"params": list(hidden), "share": MUON}
+    return [torch.optim.Muon([group], weight_decay=plan.weight_decay, adjust_lr_fn="match_rms_adamw"), adamw]
 
 
 def checkpoint(folder: str | Path) -> Path | None:
