@@ -12,6 +12,7 @@ from visspec.api.captions import prepare
 from visspec.api.training.drafter import request_of
 from visspec.io import included
 from visspec.loop.decode import open_request, retire
+from visspec.models.block.trained import BlockDrafter
 from visspec.models.decoder.target import HFDecoder
 from visspec.models.eagle import layer
 from visspec.models.eagle.drafter import EagleDrafter
@@ -230,9 +231,10 @@ def test_prompt_in_blocks(monkeypatch):
     assert kept[0][1] == kept[1][1] >= 200 and kept[0][2] == kept[1][2]
 
 
-def test_drafter_of_the_language_model(tmp_path):
+@pytest.mark.parametrize("kind", [EagleDrafter, BlockDrafter])
+def test_drafter_of_the_language_model(tmp_path, kind):
     """A drafter trained on text also drafts for a model that reads pictures with the same language model."""
-    EagleDrafter.for_model(model_of("llama")).save_pretrained(tmp_path, {})
+    kind.for_model(model_of("llama")).save_pretrained(tmp_path, {})
     model, inputs = model_of("llava"), prompt("llava", shapes("llava")["ragged"])
     fast = visspec.accelerate(model, tmp_path, length="fixed", debug=True)
     arguments = {**inputs, "max_new_tokens": 12, "do_sample": False}

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from visspec.io import hub
 from visspec.io.checkpoint import (
@@ -133,14 +134,15 @@ class NetworkDrafter(Generic[TargetT]):
 
     @classmethod
     def check_target(cls, config: object, target: TargetT) -> None:
-        """Raise ValueError if the network was made for another target.
+        """Raise ValueError if the network was made for another target. One made for a language model also fits models
+        that read pictures with that language model.
 
         Args:
             config: The network's configuration.
             target: The target.
         """
         for key, value in cls.sizes(target).items():
-            if (expected := getattr(config, key)) != value:
+            if (expected := getattr(config, key)) != value and (key, expected) != ("family", language_model(target)):
                 name = NAMES.get(key, key)
                 raise ValueError(f"drafter: made for a target of {name} {shorten(expected)}, got a model of {value!r}.")
 
@@ -217,6 +219,12 @@ class NetworkDrafter(Generic[TargetT]):
             private: Whether a new repository is private.
         """
         return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), private)
+
+
+def language_model(target: Any) -> str | None:
+    """Return the model type of a transformers model's language model, or None for an image family."""
+    config = getattr(target, "config", None)
+    return config.get_text_config().model_type if isinstance(config, PreTrainedConfig) else None
 
 
 def read_config(folder: str | Path, kind: type[Any]) -> Any:

@@ -72,15 +72,6 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
         return sizes | {"target_hidden": sizes.pop("hidden")}
 
     @classmethod
-    def check_target(cls, config: Any, target: PreTrainedModel) -> None:
-        """Raise ValueError if the network was made for another target. One made for a language model also fits models
-        that read pictures with that language model.
-        """
-        if config.images == "none" and config.family == target.config.get_text_config().model_type:
-            config = replace(config, family=target.config.model_type)
-        super().check_target(config, target)
-
-    @classmethod
     def defaults(cls, target: PreTrainedModel, options: dict[str, Any]) -> dict[str, Any]:
         text = target.config.get_text_config()
         heads = options.get("heads", text.num_attention_heads)
