@@ -20,14 +20,17 @@ from transformers import PreTrainedModel
 
 from visspec.cache import additive, to_device
 from visspec.io import hub
+from visspec.models.attention.draft_attention import STOCK, implementation
 from visspec.models.attention.pass_inputs import CACHE, SlotLayers, cache_argument
 from visspec.models.block import export
+from visspec.models.block.graphed import GraphedBlocks
 from visspec.models.block.sequential import Sequential
 from visspec.models.decoder.target import describe
 from visspec.models.drafting import published_config
 from visspec.models.drafting.base import Chain, PendingInputs, StructuredDrafter, accepted_nodes, prompt_first
 from visspec.models.drafting.checkpoint import write_provenance
 from visspec.models.layers import depth, over_vocabulary
+from visspec.models.runner.graphs import unfit
 from visspec.types import MAX_NODES, Draft, DrafterTraits, Outcome, Scores, State, Verdict
 
 
@@ -64,6 +67,7 @@ class BlockModel(StructuredDrafter):
     """
 
     saved_as = "network"
+    recorder: GraphedBlocks | None = None
     confidence = 0.0  # a chain ends where the product of predicted acceptance rates is lower; 0 disables it
 
     def __init__(
@@ -148,11 +152,19 @@ class BlockModel(StructuredDrafter):
         """Upload what `save_pretrained` writes and return the URL."""
         return hub.push(repo_id, lambda folder: self.save_pretrained(folder, provenance or {}), private)
 
+    def record(self) -> None:
+        attention = implementation(self.assistant.config) or STOCK
+        fits = unfit(self.assistant, self.assistant, attention) is None and self.lm_head.weight.is_floating_point()
+        if self.recorder is None and fits:
+            self.recorder = GraphedBlocks(self)
+
     def start(self, state: State, scores: Scores) -> None:
         assert scores.features is not None
         positions, rows = scores.aux["positions"], len(scores.features)
         position_BL = (positions if positions.dim() == 2 else positions[-3]).expand(rows, -1)
         position_BL, features, counts = prompt_first(position_BL, scores.features, scores.aux["attention"])
+        if self.recorder is not None:
+            self.recorder.open()
         state.memory = _Context(rows, state.request.max_new_tokens)
         if self.form.index:
             position_BL = torch.arange(position_BL.shape[1], device=position_BL.device).expand(rows, -1)
@@ -160,19 +172,35 @@ class BlockModel(StructuredDrafter):
         state.memory.pending_inputs.append((position_BL, features, counts))
 
     def propose(self, state: State, depth: int) -> Draft:
-        hidden_BKd = self._hidden(state)[:, : self.levels(state, depth)]
-        logits_BKV, head = self._laws(hidden_BKd), self.form.sequential
-        if self.structure(state).width > 1:
+        chain, depth, head = Chain(state, self.confidence), self.levels(state, depth), self.form.sequential
+        grows = self.structure(state).width > 1
+        greedy = chain.greedy and not grows
+        recorded = None if self.recorder is None else self.recorder.run(state, greedy)
+        if recorded is None:
+            hidden_BKd = self._hidden(state)[:, :depth]
+            logits_BKV = self._laws(hidden_BKd)
+        elif greedy:
+            tokens_BK, rates_BK = recorded
+            chain.tokens += tokens_BK[:, :depth].unbind(1)
+            chain.rates += [] if rates_BK is None else rates_BK[:, :depth].unbind(1)
+            return chain.finish()
+        else:
+            hidden_BKd, logits_BKV = (x[:, :depth] for x in recorded)
+        if grows:
             logits_below = None if head is None else head.logits_function(logits_BKV, hidden_BKd)
             return self.block_tree(state, logits_BKV, logits_below)
-        chain = Chain(state, self.confidence)
+        self.extend(chain, logits_BKV, hidden_BKd)
+        return chain.finish()
+
+    def extend(self, chain: Chain, logits_BKV: Tensor, hidden_BKd: Tensor) -> None:
+        """Add a block's levels to a chain."""
+        head = self.form.sequential
         if head is None:
             chain.extend(logits_BKV)
-        elif chain.greedy and (tokens_BK := head.likeliest(logits_BKV, hidden_BKd, state.pending)) is not None:
+        elif chain.greedy and (tokens_BK := head.likeliest(logits_BKV, hidden_BKd, chain.pending)) is not None:
             chain.tokens += tokens_BK.unbind(1)
         else:
             self._walk(chain, head, logits_BKV, hidden_BKd)
-        return chain.finish()
 
     def _walk(self, chain: Chain, head: Sequential, logits_BKV: Tensor, hidden_BKd: Tensor) -> None:
         logits_below, token_B = head.logits_function(logits_BKV, hidden_BKd), chain.pending
@@ -202,40 +230,66 @@ class BlockModel(StructuredDrafter):
 
     def _pass(self, memory: _Context, pending: Tensor, position_B: Tensor) -> Tensor:
         """Read what the target has accepted since the last pass, and return the block's hidden states (B, K, d)."""
-        slots, like = memory.cache.slots, next(self.assistant.parameters())
-        rows = len(slots.lengths)
-        if not memory.pending_inputs:
-            size = len(self.traits.feature_layers) * self.assistant.config.hidden_size
-            memory.pending_inputs.append((position_B[:, None][:, :0], like.new_empty(rows, 0, size), [0] * rows))
-        position_BC, context_BCF, counts = memory.pop_pending()
-        width = context_BCF.shape[1]
+        queued = self.queued(memory, position_B)
+        hidden_BKd = self.read(memory.cache, pending, position_B, queued)
+        memory.advance(queued[2])
+        return hidden_BKd
+
+    def queued(self, memory: _Context, position_B: Tensor) -> tuple[Tensor, Tensor, list[int]]:
+        """Remove and return the queued context: positions (B, C), features (B, C, F) and each row's count."""
+        if memory.pending_inputs:
+            return memory.pop_pending()
+        rows, size = len(position_B), len(self.traits.feature_layers) * self.assistant.config.hidden_size
+        return position_B[:, None][:, :0], next(self.assistant.parameters()).new_empty(rows, 0, size), [0] * rows
+
+    def read(
+        self, cache: SlotLayers, pending: Tensor, position_B: Tensor, queued: tuple[Tensor, Tensor, list[int]]
+    ) -> Tensor:
+        """Run one pass and return the block's hidden states (B, K, d). The rows' lengths are not advanced."""
+        position_BC, context_BCF, counts = queued
+        slots, width, masks = cache.slots, context_BCF.shape[1], UNMASKED
         extent = slots.open(width + self.block, pending.device)
-        ids_BK = torch.full((rows, self.block), self.mask, dtype=pending.dtype, device=pending.device)
+        in_reach = "sliding_attention" not in self.kinds or (extent <= self.reach and not self.form.causal)
+        if not (in_reach and slots.uniform and min(counts) == width):
+            length_B1, count_B1 = (to_device(n, pending.device)[:, None] for n in (slots.lengths, counts))
+            masks = self.masks(length_B1, count_B1, width, extent)
+        return self.network(cache, masks, pending, position_B, position_BC, context_BCF)
+
+    def network(
+        self,
+        cache: SlotLayers,
+        masks: dict[str, Tensor | None],
+        pending: Tensor,
+        position_B: Tensor,
+        position_BC: Tensor,
+        context_BCF: Tensor,
+    ) -> Tensor:
+        """Run the network over opened slots and return the block's hidden states (B, K, d)."""
+        like = next(self.assistant.parameters())
+        ids_BK = torch.full((len(pending), self.block), self.mask, dtype=pending.dtype, device=pending.device)
         ids_BK[:, :1] = pending[:, None]
         ahead_BK = position_B[:, None] + torch.arange(self.block, device=pending.device)
         inputs: dict[str, Any] = {
             "noise_embeds": self._embed_ids(ids_BK).to(like),
             "context_hidden_states": context_BCF.to(like),
-            "attention_mask": self._masks(slots.lengths, counts, width, extent, like),
+            "attention_mask": masks,
             "position_ids": torch.cat([position_BC, ahead_BK], dim=1),
         }
-        hidden_BKd = self.assistant(**inputs, **{self.cache_name: memory.cache}).last_hidden_state
-        slots.lengths = [n + c for n, c in zip(slots.lengths, counts)]
-        return hidden_BKd
+        return self.assistant(**inputs, **{self.cache_name: cache}).last_hidden_state
 
     def _embed_ids(self, ids: Tensor) -> Tensor:
         if not self.form.raw:
             return self.embed(ids)
         return nn.functional.embedding(ids, self.embed.weight) * self.form.scale
 
-    def _masks(
-        self, lengths: list[int], counts: list[int], width: int, extent: int, like: Tensor
-    ) -> dict[str, Tensor | None]:
-        """Return masks (B, 1, K, S) by layer type: each row's context, and the block. None if everything is visible."""
-        even = min(counts) == width and min(lengths) == max(lengths)
-        if even and ("sliding_attention" not in self.kinds or (extent <= self.reach and not self.form.causal)):
-            return UNMASKED
-        length_B1, count_B1 = (to_device(n, like.device)[:, None] for n in (lengths, counts))
+    def masks(self, length_B1: Tensor, count_B1: Tensor, width: int, extent: int) -> dict[str, Tensor | None]:
+        """Return masks (B, 1, K, S) by layer type: each row's context, and the block.
+
+        Args:
+            length_B1: Slots of each row that were read before.
+            count_B1: Elements of the context that follow there, of `width` slots before the block's.
+        """
+        like = next(self.assistant.parameters())
         slot = torch.arange(extent, device=like.device)
         own = (slot >= length_B1 + width) & (slot < length_B1 + width + self.block)
         seen_BS = (slot < length_B1 + count_B1) | own
@@ -261,6 +315,13 @@ class BlockModel(StructuredDrafter):
         first_B = state.memory.placed(state.position) - verdict.length
         position_BD = first_B[:, None] + torch.arange(path_BD.shape[1], device=first_B.device)
         state.memory.pending_inputs.append((position_BD, features, counts))
+
+    def finish(self, state: State) -> None:
+        if self.recorder is not None and state.memory is not None:
+            self.recorder.finish(state.memory.cache.slots)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "recorder"}
 
     def select(self, state: State, keep: list[int]) -> None:
         memory: _Context = state.memory
@@ -292,6 +353,10 @@ class _Context(PendingInputs):
     def placed(self, position_B: Tensor) -> Tensor:
         """Convert the target's positions to the drafter's."""
         return position_B if self.offset is None else position_B - self.offset
+
+    def advance(self, counts: list[int]) -> None:
+        """Mark the first counts[b] elements of the context just written as read."""
+        self.cache.slots.lengths = [n + c for n, c in zip(self.cache.slots.lengths, counts)]
 
 
 def bare(embed: nn.Module) -> nn.Embedding:

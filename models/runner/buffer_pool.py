@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from visspec.cache import SlotCache
 from visspec.kernels.common import next_power_of_2
-from visspec.replay import Recording, Recordings
+from visspec.models.runner.compiled import form
+from visspec.replay import REPLAYING, Recording, Recordings
 from visspec.types import Request
 
 MIN_NEW_TOKENS = 32  # minimum new tokens of a request for which calls are recorded
@@ -75,7 +76,8 @@ class BufferLease:
 
 class GraphBufferPool(Recordings):
     """Recordings of calls that read pooled buffers, whose number is the first entry of a recording's key. `graphs`
-    counts recordings, and `refused` says why no more are made. Methods other than `due` and `refuse` need `REPLAYING`.
+    counts recordings, and `refused` says why no more are made. Methods other than `due`, `refuse` and `follow` need
+    `REPLAYING`.
     """
 
     late = 0  # recordings are only made by the call that needs them
@@ -86,6 +88,16 @@ class GraphBufferPool(Recordings):
         self.buckets = buckets(positions)
         self.idle: list[KVBuffers] = []
         self.returned: deque[KVBuffers] = deque()
+        self.form: tuple = ()
+
+    def follow(self, parts: Sequence[nn.Module]) -> None:
+        """Drop the recordings if these modules or their weights are not those of the last call."""
+        weights = (w.data_ptr() for part in parts for w in itertools.chain(part.parameters(), part.buffers()))
+        now = (*map(form, parts), *weights)
+        if now != self.form:
+            with REPLAYING:
+                self.form = now
+                self.forget()
 
     def bucket(self, slots: int) -> int | None:
         """Return the smallest bucket with room for this many slots, or None."""

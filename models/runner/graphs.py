@@ -10,7 +10,6 @@ Shapes: R cache rows, N nodes, S slots.
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -27,7 +26,7 @@ from visspec.models.attention import rotary
 from visspec.models.attention.draft_attention import STOCK, implementation
 from visspec.models.attention.pass_inputs import DraftLayout, Masks, SlotLayers
 from visspec.models.runner.buffer_pool import GraphBufferPool, KVBuffers, capacity, one_line
-from visspec.models.runner.compiled import close, foreign, form
+from visspec.models.runner.compiled import close, foreign
 from visspec.replay import REPLAYING, Call, Recording, stream
 from visspec.types import State, Tree
 
@@ -42,7 +41,6 @@ class GraphedForward(GraphBufferPool):
     def __init__(self, model: nn.Module, decoder: nn.Module, masks: Masks, positions: int | None):
         super().__init__(type(model).__name__, positions)
         self.model, self.decoder, self.masks = model, decoder, masks
-        self.form: tuple = ()
 
     def open(self) -> None:
         """Prepare for a request before its prefill; drop the recordings if the model has changed."""
@@ -52,13 +50,7 @@ class GraphedForward(GraphBufferPool):
             with REPLAYING:
                 self.refuse(f"got {self.name} with hooks on {hooked}, expected one without: they would not be called")
             return
-        parts = [self.decoder, *filter(None, [self._head()])]
-        weights = (w.data_ptr() for part in parts for w in itertools.chain(part.parameters(), part.buffers()))
-        now = (*map(form, parts), *weights)
-        if now != self.form:
-            with REPLAYING:
-                self.form = now
-                self.forget()
+        self.follow([self.decoder, *filter(None, [self._head()])])
 
     def run(
         self, state: State, tree: Tree, inputs: Sequence[Tensor], forward: Forward, eager: Callable[[], Tensor]
