@@ -14,7 +14,7 @@ from tests.published import begun, one_round
 from tests.replays import Standin, recording
 from tests.test_block_heads import dspark
 from tests.test_compiled import GREEDY, SAMPLED, drafted
-from tests.test_graphs import free, warned
+from tests.test_graphs import free, warned, with_drafts
 from tests.test_merged import Promised
 from tests.test_published import BLOCKS, saved
 from tests.tiny import model_of, prompt, shapes
@@ -106,7 +106,7 @@ def test_answers_and_reuse(kind, standin):
     for rows in ("one", "ragged"):
         inputs = prompt("llava", shapes("llava")[rows])
         for more in (GREEDY, SAMPLED):
-            assert drafted(quick, inputs, **more) == drafted(eager, inputs, **more), rows
+            assert with_drafts(quick, inputs, **more) == with_drafts(eager, inputs, **more), rows
     made, replays = own.graphs, standin.replays
     assert made and not own.refused and quick.setup.passes == [quick.target.recorder, own]
     rounds = drafted(quick, inputs, **GREEDY)[1]

@@ -17,16 +17,19 @@ from tests import test_compiled as compiling
 from tests import test_stream as streaming
 from tests.doubles import Grower, Hostile, Oracle, TreeOracle, fast, new_tokens, stock, together
 from tests.replays import Standin, recording
+from tests.test_block_heads import blocks
 from tests.test_recurrent import model_of as recurrent
 from tests.tiny import DISTINCT, FAMILIES, llama, model_of, prompt, shapes
 from visspec import kernels
 from visspec.accept.exact import Exact
 from visspec.accept.graphed_rule import GraphedRule
 from visspec.api.images.pipeline import ImagePipeline
+from visspec.loop.draft_length import FixedLength
 from visspec.models.attention import draft_attention, pass_inputs
 from visspec.models.attention.pass_inputs import CACHE, Masks
 from visspec.models.decoder import probe
 from visspec.models.eagle import layer
+from visspec.models.eagle import levels as drafts
 from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.eagle.head import EagleHead
 from visspec.models.image_codes.target import ImageAR
@@ -325,6 +328,15 @@ GREEDY = {"max_new_tokens": 15, "do_sample": False}
 SAMPLED = {"max_new_tokens": 15, "do_sample": True, "temperature": 0.7, "top_k": 0, "seed": 3}
 
 
+def with_drafts(fast, inputs, **options) -> tuple:
+    """Also the ids and parents of all drafts, few of which are accepted."""
+    seen, propose = [], fast.drafter.propose
+    fast.drafter.propose = lambda *args: seen.append(propose(*args)) or seen[-1]
+    result = compiling.drafted(fast, inputs, **options)
+    del fast.drafter.propose
+    return result, [(draft.value.tolist(), draft.tree.parent.tolist()) for draft in seen]
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("options", "levels"), [({}, 8), ({"table": None}, 6)])
 def test_drafts_are_those_of_the_drafter(options, levels, standin, monkeypatch):
@@ -340,12 +352,12 @@ def test_drafts_are_those_of_the_drafter(options, levels, standin, monkeypatch):
         inputs = prompt("llava", shapes("llava")[rows])
         for kind, more in enumerate((GREEDY, SAMPLED)):
             if (rows, kind) not in want:
-                want[rows, kind] = compiling.drafted(eager, inputs, **more)
-            assert compiling.drafted(quick, inputs, **more) == want[rows, kind], rows
+                want[rows, kind] = with_drafts(eager, inputs, **more)
+            assert with_drafts(quick, inputs, **more) == want[rows, kind], rows
     made, replays = own.graphs, standin.replays
     assert made and not own.refused and quick.setup.passes == [quick.target.recorder, own]
     result = compiling.drafted(quick, inputs, **GREEDY)
-    assert result == want["one", 0] and own.graphs == made
+    assert result == want["one", 0][0] and own.graphs == made
     launches = [2 + -(-depth // 4) for depth, _ in result[1]]
     assert standin.replays - replays == sum(launches) + 1  # with the verdict on the prompt's token
     assert max(launches) == 4
@@ -373,27 +385,89 @@ def test_drafts_in_threads(standin, hurried):
         assert recorder.graphs and not recorder.refused
 
 
+TREES = {
+    "dynamic": {"levels": 5}, "opt": {"levels": 3, "tree": "opt"}, "vocabulary": {"levels": 3, "own": True},
+    "eagle": {"tree": "eagle"}, "counts": {"tree": "3-2"},
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", TREES)
+def test_trees(kind, standin, monkeypatch):
+    """A whole tree is one launch: greedy, and sampled of all tokens and of few; one row and ragged ones."""
+    shape = TREES[kind]
+    if shape.get("own"):
+        monkeypatch.setattr(layer, "FOLD_LIMIT", 0)
+    model, top = model_of("llava"), SAMPLED | {"top_k": 5}
+    head = compiling.features(model, **({"draft_vocab": 40} if shape.get("own") else {})).head
+    drafter = EagleDrafter(head, model, width=3, nodes=7).shaped(tree=shape.get("tree", ""))
+    eager, quick = (
+        visspec.accelerate(model, copy.copy(drafter), adaptive=False, levels=shape.get("levels"), graphs=g)
+        for g in (False, None)
+    )
+    own = quick.drafter.recorder
+    for uses in (1, 0):  # in the first half, some are drafted eagerly first
+        monkeypatch.setattr(drafts, "USES", uses)
+        for rows in ("one", "ragged"):
+            inputs = prompt("llava", shapes("llava")[rows])
+            for more in (GREEDY, SAMPLED, top):
+                assert with_drafts(quick, inputs, **more) == with_drafts(eager, inputs, **more), rows
+    made, replays = own.graphs, standin.replays
+    assert made and not own.refused
+    rounds = compiling.drafted(quick, inputs, **top)[1]
+    assert own.graphs == made and quick.last_state.memory.slots.lease is None
+    assert standin.replays - replays == 2 * len(rounds) + sum(depth > 0 for depth, _ in rounds) + 1
+
+
+def test_structures_of_trees(standin, monkeypatch):
+    """Of one request: chains, and trees of two widths, each recorded for itself; rows join and leave."""
+    monkeypatch.setattr(drafts, "USES", 0)
+    model = model_of("llava")
+    drafter = EagleDrafter(compiling.features(model).head, model, width=6, nodes=9)
+    chosen = [drafter.structures[i % 3] for i in (0, 1, 2, 0, 2, 1)] * 20
+
+    class Turns(FixedLength):
+        def depth(self, state):
+            state.trace.structure = chosen[len(state.trace.rounds)]
+            return super().depth(state)
+
+    rows = [streaming.prompts("llava")[n] | {"max_new_tokens": 12 + n, "do_sample": False} for n in (0, 1, 2, 0, 1)]
+    results = []
+    for graphs in (False, None):
+        fast = visspec.accelerate(model, copy.copy(drafter), length=Turns(3), graphs=graphs)
+        results.append([with_drafts(fast, row) for row in rows])
+        streamed = sorted(fast.stream(rows, slots=3), key=lambda answer: answer.id)
+        assert [[answer.tokens] for answer in streamed] == [tokens for (tokens, _, _), _ in results[0]]
+    assert results[0] == results[1]
+    own = fast.drafter.recorder
+    kinds = {key[1][1] for key in own.recordings if key[1]}
+    assert kinds == set(drafter.structures[1:]) and any(not key[1] for key in own.recordings) and not own.refused
+
+
 def test_drafts_that_are_not_recorded(standin):
     model = model_of("llava")
     inputs = prompt("llava", shapes("llava")["one"])
     head = EagleHead(EagleDrafter.config_for(model))
     for drafter, more in (
         (EagleDrafter(head, model), {"do_sample": True, "top_k": 5, "seed": 1}),
-        (EagleDrafter(head, model, width=2), {"do_sample": False}),
+        (blocks("flash"), {"do_sample": False}),
+        (EagleDrafter(head, model, width=2), {"do_sample": False}),  # not yet
     ):
         eager, quick = (visspec.accelerate(model, copy.copy(drafter), adaptive=False, graphs=g) for g in (False, None))
-        result = compiling.drafted(quick, inputs, max_new_tokens=12, **more)
-        assert result == compiling.drafted(eager, inputs, max_new_tokens=12, **more)
+        result = compiling.drafted(quick, inputs, max_new_tokens=6, **more)
+        assert result == compiling.drafted(eager, inputs, max_new_tokens=6, **more)
         own = quick.drafter.recorder
         assert quick.target.recorder.graphs and (own is None or own.graphs == 0)
 
 
-@pytest.mark.parametrize("last", [1, 2])
-def test_draft_capture_failure(last, monkeypatch):
+@pytest.mark.parametrize(("last", "width"), [(1, 1), (2, 1), (1, 3), (2, 3)])
+def test_draft_capture_failure(last, width, monkeypatch):
     monkeypatch.setattr(buffer_pool, "MIN_NEW_TOKENS", 1)
+    monkeypatch.setattr(drafts, "USES", 0)
     recording(monkeypatch)
     model = model_of("llava")
     drafter, inputs = compiling.features(model), prompt("llava", shapes("llava")["ragged"])
+    drafter = EagleDrafter(drafter.head, model, width=width, nodes=7)
     eager, quick = (visspec.accelerate(model, copy.copy(drafter), adaptive=False, graphs=g) for g in (False, None))
     own, calls = quick.drafter.recorder, []
     record = Standin()

@@ -161,17 +161,13 @@ class EagleDrafter(FeatureDrafting[PreTrainedModel]):
 
     def compile(self) -> None:
         """Draft chains with `torch.compile`; the first long request builds the graphs. Trees still run eagerly."""
-        if self.passes is None and self._chains():
+        if self.passes is None and self.width == 1 and self.config.block == 1:
             self.passes = CompiledDrafter(self)
 
     def record(self) -> None:
-        """Draft chains with CUDA graphs. Trees still run eagerly."""
-        if self.passes is None and self.recorder is None and self._chains():
+        """Draft with CUDA graphs, unless one pass predicts several tokens."""
+        if self.passes is None and self.recorder is None and self.config.block == 1:
             self.recorder = GraphedDrafter(self)
-
-    def _chains(self) -> bool:
-        """Return whether it drafts chains with one call of the network per level."""
-        return self.width == 1 and self.config.block == 1
 
     def refresh(self) -> None:
         super().refresh()

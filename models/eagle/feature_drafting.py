@@ -31,7 +31,7 @@ from visspec.models.drafting.base import (
     see_ancestors,
 )
 from visspec.models.drafting.checkpoint import TargetT
-from visspec.models.drafting.static_tree import MOST_CHILDREN
+from visspec.models.drafting.static_tree import MOST_CHILDREN, StaticTreeBuilder
 from visspec.models.eagle import sequence as layouts
 from visspec.models.eagle.config import EagleConfig
 from visspec.models.eagle.head import EagleHead, turns, turns_at
@@ -187,6 +187,8 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             return self._propose_blocks(state, depth)
         calls = self.passes or self.recorder
         if calls is not None and calls.prepare(state, depth, self._turns_to):
+            if self.structure(state).width > 1:
+                return calls.tree(state, self.levels(state, depth))
             return trees.chain_draft(state.pending, calls.draft(state, depth))
         whole, depth = depth, self.levels(state, depth)
         feature_Bd = self._catch_up(memory, depth)
@@ -236,14 +238,20 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
     def _catch_up(self, memory: FeatureMemory, depth: int) -> Tensor:
         """Process the queued elements and predict the feature after each row's pending token, (B, d)."""
         token_BT, feature_BTF, counts = memory.pop_pending()
-        rows, width = token_BT.shape
+        width = token_BT.shape[1]
         memory.reserve(memory.end + width + depth * self.width)
         memory.table = self._turns_to(max(memory.positions) + width + depth)
-        feature_BTd = self.head.reduced(feature_BTF).to(self.dtype)
+        return self.read_block(memory, token_BT, self.head.reduced(feature_BTF).to(self.dtype), counts)
+
+    def read_block(
+        self, memory: FeatureMemory, token_BT: Tensor, feature_BTd: Tensor, counts: list[int] | Tensor
+    ) -> Tensor:
+        """Process elements, counts[b] in row b, and predict the feature after each row's last one, (B, d)."""
+        rows, width = token_BT.shape
         bias, rope = memory.context_bias(width), memory.rope(memory.table, width)
         x_Nd, query_BTHE = self.layer.read(memory, token_BT, feature_BTd, bias, rope)
         memory.advance(counts)
-        if min(counts) == width:
+        if isinstance(counts, list) and min(counts) == width:
             x_Bd, query = x_Nd.view(rows, width, -1)[:, -1], query_BTHE[:, -1]
         else:
             row, last = torch.arange(rows, device=x_Nd.device), to_device(counts, x_Nd.device) - 1
@@ -251,6 +259,12 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
         return self.layer.after_attention(x_Bd, query, memory.attend)
 
     def _tree(self, state: State, memory: FeatureMemory, feature_Bd: Tensor, depth: int) -> Draft:
+        return self.grow_tree(state, memory, feature_Bd, depth)[0].finish(self.structure(state).nodes)
+
+    def grow_tree(
+        self, state: State, memory: FeatureMemory, feature_Bd: Tensor, depth: int
+    ) -> tuple[trees.TreeBuilder | StaticTreeBuilder, Tensor]:
+        """Grow a tree from the features after the pending tokens. Returns its builder and the last level's features."""
         tree_builder, rows = self.tree_builder(state, depth), feature_Bd.shape[0]
         feature_BWd, ancestors = feature_Bd[:, None], None
         for level in range(depth):
@@ -266,7 +280,7 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             x_Nd, query_BWHE = self.layer.read(memory, entered_BW, carried, bias, rope, ancestors.shape[2] - width)
             attend = partial(memory.attend, drafted=ancestors.shape[2], seen_BWM=ancestors)
             feature_BWd = self.layer.after_attention(x_Nd, query_BWHE.flatten(0, 1), attend).view(rows, width, -1)
-        return tree_builder.finish(self.structure(state).nodes)
+        return tree_builder, feature_BWd
 
     def _propose_blocks(self, state: State, depth: int) -> Draft:
         memory: FeatureMemory = state.memory

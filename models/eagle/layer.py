@@ -113,11 +113,15 @@ class FeatureMemory(PendingInputs):
             slot = self._length_B[:, None] + torch.arange(offset, offset + width, device=kv_BTHE.device)
             self.kv[self._row_B[:, None], slot] = kv_BTHE
 
-    def advance(self, counts: list[int]) -> None:
+    def advance(self, counts: list[int] | Tensor) -> None:
         """Mark the first counts[b] elements of the block just written as processed."""
         self.slots.lengths = [n + c for n, c in zip(self.lengths, counts)]
         self.positions = [p + c for p, c in zip(self.positions, counts)]
         self._measure()
+
+    def extent(self, drafted: int) -> int:
+        """Return the number of slots that attention covers, with `drafted` elements behind the processed ones."""
+        return self.end + drafted
 
     def attend(
         self, query_NHE: Tensor, part: int | None = None, drafted: int = 0, seen_BWM: Tensor | None = None
@@ -128,7 +132,7 @@ class FeatureMemory(PendingInputs):
             part: Which half of the keys and values to use, if there are twice as many as queries.
             seen_BWM: For W queries per row, N = B * W, of a tree's frontier: their ancestors among the drafted nodes.
         """
-        rows, extent, mask = len(self.slots.lengths), self.end + drafted, None
+        rows, extent, mask = len(self.slots.lengths), self.extent(drafted), None
         if seen_BWM is not None and self.even:
             mask = torch.cat([seen_BWM.new_ones(rows, seen_BWM.shape[1], self.end), seen_BWM], dim=2)[:, None]
         elif seen_BWM is not None:
@@ -166,6 +170,27 @@ class FeatureMemory(PendingInputs):
             return self.image_bias
         assert other.image_bias is not None
         return other.image_bias.new_zeros(len(self.lengths), other.image_bias.shape[1])
+
+
+class StoreMemory(FeatureMemory):
+    """A request's memory in a call that is recorded: lengths and positions (2, B) are read from a tensor, and attention
+    covers all slots of the store.
+    """
+
+    def __init__(self, slots: SlotCache, bounds_2B: Tensor, image_bias: Tensor, table: Tensor):
+        self.slots, self.image_bias, self.table, self.even = slots, image_bias, table, False
+        self._length_B, self._position_B = bounds_2B
+        self._row_B = torch.arange(bounds_2B.shape[1], device=bounds_2B.device)
+        self.update()
+
+    def _measure(self) -> None:
+        """Nothing is known on the host."""
+
+    def advance(self, counts: list[int] | Tensor) -> None:
+        self._length_B, self._position_B = (x + counts for x in (self._length_B, self._position_B))
+
+    def extent(self, drafted: int) -> int:
+        return self.kv.shape[1]
 
 
 class DraftLayer(nn.Module):

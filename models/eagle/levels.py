@@ -11,24 +11,28 @@ positions, d hidden size, V vocabulary.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from visspec.cache import contiguous_copy, to_device
+from visspec.cache import SlotCache, contiguous_copy, to_device
 from visspec.kernels.common import next_power_of_2
 from visspec.models.eagle.feature_drafting import FeatureDrafting
-from visspec.models.eagle.layer import DraftLayer, FeatureMemory
+from visspec.models.eagle.layer import DraftLayer, FeatureMemory, StoreMemory
 from visspec.models.runner.buffer_pool import GraphBufferPool, one_line
 from visspec.models.runner.compiled import CompiledFunctions, close
 from visspec.replay import REPLAYING, Recording, stream
-from visspec.types import State
+from visspec.types import Draft, State, Tree
 
 GROUP = 4  # levels per call; other draft lengths waste up to GROUP - 1 levels
 BLOCK = 5  # elements of the block used to warm up the graph of longer blocks
+USES = 8  # drafts of a kind of tree before it is recorded: each depth is a kind, and some are rare
 
 
 class DraftLevels(nn.Module):
@@ -112,7 +116,7 @@ class DraftCalls:
 
     def __init__(self, drafter: FeatureDrafting):
         super().__init__(type(drafter).__name__)  # type: ignore[call-arg]  # goes to the subclass's other base
-        self.layer = drafter.layer
+        self.drafter, self.layer = drafter, drafter.layer
         self.levels = DraftLevels(self.layer)
         self.vocab, self.head = drafter.config.vocab, drafter.head
 
@@ -123,8 +127,9 @@ class DraftCalls:
             turns: Returns rotations for so many positions.
         """
         memory: FeatureMemory = state.memory
-        count = sum(token.shape[1] for token, _, _ in memory.pending_inputs)
-        more = max(next_power_of_2(count), BLOCK + 1) + depth + GROUP  # a draft, or a warm-up, writes at most as many
+        count = max(sum(token.shape[1] for token, _, _ in memory.pending_inputs), self.drafter.traits.levels + 1)
+        drafted = depth * self.drafter.structure(state).width
+        more = max(next_power_of_2(count), BLOCK + 1) + drafted + GROUP  # a draft, or a warm-up, writes at most as many
         memory.reserve(memory.end + more)
         memory.table = turns(max(memory.positions) + more)
         return self.fits(state, more)
@@ -201,19 +206,23 @@ class CompiledDrafter(DraftCalls, CompiledFunctions):
 
 
 class GraphedDrafter(DraftCalls, GraphBufferPool):
-    """Drafts as CUDA graphs, with keys and values in pooled buffers. If recording fails, it runs eagerly."""
+    """Drafts as CUDA graphs, with keys and values in pooled buffers: chains in groups of levels, and whole trees. If
+    recording fails, it runs eagerly.
+    """
 
     def __init__(self, drafter: FeatureDrafting):
         super().__init__(drafter)
         self.fixed = not self.layer.is_quantized()
+        self.uses: Counter[tuple] = Counter()
 
     def fits(self, state: State, more: int) -> bool:
         memory: FeatureMemory = state.memory
         room = self.bucket(memory.end + more)
         device = memory.kv.device
-        if self.refused or room is None or self.recorder(device) is None or not (self.fixed and maximal(state)):
+        tree = self.drafter.structure(state).width > 1 and (state.noise is None or not state.noise.samples)
+        if self.refused or room is None or self.recorder(device) is None or not (tree or maximal(state)):
             return False
-        if not (self.recordings or self.due(state.request)) or torch.is_autocast_enabled(device.type):
+        if not (self.fixed and (self.recordings or self.due(state.request))) or torch.is_autocast_enabled(device.type):
             return False
         with REPLAYING:
             try:
@@ -223,46 +232,79 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
                 self._fail(error)
         return not self.refused
 
-    def _block(self, token_BT: Tensor, feature_BTd: Tensor) -> tuple[Tensor, Tensor]:
+    def _block(self, token_BT: Tensor, feature_BTd: Tensor, least: int = 1) -> tuple[Tensor, Tensor]:
         # padding is written after a row's last element, where later levels overwrite it
-        more = next_power_of_2(token_BT.shape[1]) - token_BT.shape[1]
+        more = next_power_of_2(max(token_BT.shape[1], least)) - token_BT.shape[1]
         return F.pad(token_BT, (0, more)), F.pad(feature_BTd, (0, 0, 0, more))
+
+    def tree(self, state: State, depth: int) -> Draft:
+        """Like `draft`, for a tree of `depth` levels."""
+        drafter, memory = self.drafter, state.memory
+        token_BT, feature_BTF, counts = memory.pop_pending()
+        feature_BTd = self.head.reduced(feature_BTF).to(self.layer.dtype)
+        block = self._block(token_BT, feature_BTd, drafter.traits.levels + 1)
+        offsets_3B = to_device([counts, memory.lengths, memory.positions], token_BT.device)
+        turns_PC2, shift_Bd = self._shared_arguments(memory, memory.kv, 0, block[1])[2:]
+        numbers = [] if state.noise is None else [self._numbers(state, depth)[0]]
+        structure, sampling, table = drafter.structure(state), state.request.sampling, memory.table
+        slots = SlotCache(len(counts))
+        slots.keys = memory.slots.keys[:]
+
+        def grow(*inputs: Tensor) -> tuple[Any, ...]:
+            pending, token_BT, feature_BTd, offsets_3B, shift_Bd, *numbers = inputs
+            noise = None
+            if numbers:
+                noise = SimpleNamespace(perturb=lambda logits_BWV, level: logits_BWV + numbers[0][:, level : level + 1])
+            request = SimpleNamespace(sampling=sampling)
+            part: Any = SimpleNamespace(pending=pending, noise=noise, structure=structure, request=request)
+            inner = StoreMemory(slots, offsets_3B[1:], shift_Bd, table)
+            feature_Bd = drafter.read_block(inner, token_BT, feature_BTd, offsets_3B[0])
+            builder, feature_BWd = drafter.grow_tree(part, inner, feature_Bd, depth)
+            draft = builder.finish(structure.nodes)
+            shape = () if drafter.paths else (draft.tree.parent, draft.tree.depth, draft.tree.ancestor)
+            # a static tree's builder holds tensors that the recording reads
+            return draft.value, feature_BWd, draft.real, builder, *shape
+
+        kind = depth, structure, drafter.paths, sampling.temperature, sampling.top_k, sampling.top_p
+        args = [state.pending, *block, offsets_3B, shift_Bd, *numbers]
+        value, _, real, builder, *shape = self._replay(memory, turns_PC2, kind, args, grow)
+        memory.advance(counts)
+        return Draft(value, Tree(*shape, depth, chain=False) if shape else builder.tree, real=real)
 
     def _called(self, memory: FeatureMemory, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         token_BT, feature_BTd, numbers_BKV, offsets_3B, kv_BSHE, _, turns_PC2, shift_Bd, scale = inputs
+        fixed = kv_BSHE, kv_BSHE.shape[1], turns_PC2
         args = [token_BT, feature_BTd, numbers_BKV, offsets_3B, shift_Bd, scale]
+        return self._replay(memory, turns_PC2, (), args, lambda *x: self.levels(*x[:4], *fixed, *x[4:]))
+
+    def _replay(
+        self, memory: FeatureMemory, turns_PC2: Tensor, kind: tuple, args: list[Tensor], function: Callable[..., tuple]
+    ) -> Any:
+        """Return copies of what a function of tensors returns, recorded by `kind` and the forms of its arguments."""
         weights = (turns_PC2, *self.layer.embed.parameters(), *self.layer.lm_head.parameters())
         kinds = ((tuple(x.shape), x.dtype) for x in args)
-        key = (memory.slots.lease.stores.number, *(x.data_ptr() for x in weights), *kinds)
-        with REPLAYING, torch.cuda.device_of(kv_BSHE):
-            if self.refused:
-                return self._plain(*inputs)
-            try:
-                recording = self.replayed(key, args, partial(self._record, args, kv_BSHE, weights))
-            except Exception as error:
-                self._fail(error)
-                return self._plain(*inputs)
-            ids_BK, feature_B1d, offsets_3B = recording.output
-            return ids_BK.clone(), feature_B1d.clone(), offsets_3B.clone()
+        use = kind, *kinds
+        key = (memory.slots.lease.stores.number, *use, *(x.data_ptr() for x in weights))
+        self.uses[use] += 1
+        with REPLAYING, torch.cuda.device_of(memory.kv):
+            if not self.refused and (not kind or key in self.recordings or self.uses[use] > USES):
+                try:
+                    recording = self.replayed(key, args, partial(self._record, args, weights, function))
+                    return [x.clone() if isinstance(x, Tensor) else x for x in recording.output]
+                except Exception as error:
+                    self._fail(error)
+            return function(*args)
 
-    def _plain(self, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.levels(*inputs[:5], inputs[4].shape[1], *inputs[6:])
-
-    def _record(self, values: list[Tensor], kv_BSHE: Tensor, weights: tuple[Tensor, ...]) -> Recording:
-        """Record a call and replay it once. Raises ValueError if the result differs from the function's."""
+    def _record(self, values: list[Tensor], weights: tuple[Tensor, ...], function: Callable[..., tuple]) -> Recording:
+        """Record a call and replay it once. Raises ValueError if its features differ from the function's."""
         inputs = [x.clone() for x in values]
-        token_BT, feature_BTd, numbers_BKV, offsets_3B, shift_Bd, scale = inputs
-        fixed = kv_BSHE, kv_BSHE.shape[1], weights[0]
-
-        def call() -> tuple[Tensor, Tensor, Tensor]:
-            return self.levels(token_BT, feature_BTd, numbers_BKV, offsets_3B, *fixed, shift_Bd, scale)
-
-        want = call()[1].float()
-        record = self.recorder(kv_BSHE.device)
+        want = function(*inputs)[1]
+        record = self.recorder(want.device)
         assert record is not None
-        recording = Recording([*inputs, *weights], *record(call))  # holding the weights keeps their addresses valid
+        # holding the weights keeps their addresses valid
+        recording = Recording([*inputs, *weights], *record(lambda: function(*inputs)))
         recording.replay()
-        close(recording.output[1].float(), want, kv_BSHE.dtype)
+        close(recording.output[1].float(), want.float(), want.dtype)
         return recording
 
     def _fail(self, error: Exception) -> None:
