@@ -124,7 +124,7 @@ def test_more_to_read(standin, monkeypatch):
         monkeypatch.setattr(graphed, "WIDEST", widest)
         drafter.record()
         assert drafts(drafter, model, inputs, gaps) == want and not drafter.recorder.refused
-        widths.append({width for _, _, width, *_ in drafter.recorder.recordings})
+        widths.append({recorded.inputs[-1].shape[1] for recorded in drafter.recorder.recordings.values()})
         drafter.recorder = None
     assert widths == [{8, 16}, {8}]
 
@@ -154,7 +154,7 @@ def test_rows_join_and_leave(standin):
     answers = sorted(quick.stream(queue(), slots=4), key=lambda answer: answer.id)
     own = quick.drafter.recorder
     assert [answer.tokens for answer in answers] == want and own.graphs and not own.refused
-    assert len({rows for _, rows, *_ in own.recordings}) > 1
+    assert len({len(recorded.inputs[0]) for recorded in own.recordings.values()}) > 1
 
 
 @pytest.mark.parametrize("last", [1, 2])

@@ -180,9 +180,9 @@ class BlockModel(StructuredDrafter):
             hidden_BKd = self._hidden(state)[:, :depth]
             logits_BKV = self._laws(hidden_BKd)
         elif greedy:
-            tokens_BK, rates_BK = recorded
+            tokens_BK, _, *rates = recorded
             chain.tokens += tokens_BK[:, :depth].unbind(1)
-            chain.rates += [] if rates_BK is None else rates_BK[:, :depth].unbind(1)
+            chain.rates += [rate_B for rates_BK in rates for rate_B in rates_BK[:, :depth].unbind(1)]
             return chain.finish()
         else:
             hidden_BKd, logits_BKV = (x[:, :depth] for x in recorded)
@@ -230,9 +230,15 @@ class BlockModel(StructuredDrafter):
 
     def _pass(self, memory: _Context, pending: Tensor, position_B: Tensor) -> Tensor:
         """Read what the target has accepted since the last pass, and return the block's hidden states (B, K, d)."""
-        queued = self.queued(memory, position_B)
-        hidden_BKd = self.read(memory.cache, pending, position_B, queued)
-        memory.advance(queued[2])
+        position_BC, context_BCF, counts = self.queued(memory, position_B)
+        slots, width, masks = memory.cache.slots, context_BCF.shape[1], UNMASKED
+        extent = slots.open(width + self.block, pending.device)
+        in_reach = "sliding_attention" not in self.kinds or (extent <= self.reach and not self.form.causal)
+        if not (in_reach and slots.uniform and min(counts) == width):
+            length_B1, count_B1 = (to_device(n, pending.device)[:, None] for n in (slots.lengths, counts))
+            masks = self.masks(length_B1, count_B1, width, extent)
+        hidden_BKd = self.network(memory.cache, masks, pending, position_B, position_BC, context_BCF)
+        memory.advance(counts)
         return hidden_BKd
 
     def queued(self, memory: _Context, position_B: Tensor) -> tuple[Tensor, Tensor, list[int]]:
@@ -241,19 +247,6 @@ class BlockModel(StructuredDrafter):
             return memory.pop_pending()
         rows, size = len(position_B), len(self.traits.feature_layers) * self.assistant.config.hidden_size
         return position_B[:, None][:, :0], next(self.assistant.parameters()).new_empty(rows, 0, size), [0] * rows
-
-    def read(
-        self, cache: SlotLayers, pending: Tensor, position_B: Tensor, queued: tuple[Tensor, Tensor, list[int]]
-    ) -> Tensor:
-        """Run one pass and return the block's hidden states (B, K, d). The rows' lengths are not advanced."""
-        position_BC, context_BCF, counts = queued
-        slots, width, masks = cache.slots, context_BCF.shape[1], UNMASKED
-        extent = slots.open(width + self.block, pending.device)
-        in_reach = "sliding_attention" not in self.kinds or (extent <= self.reach and not self.form.causal)
-        if not (in_reach and slots.uniform and min(counts) == width):
-            length_B1, count_B1 = (to_device(n, pending.device)[:, None] for n in (slots.lengths, counts))
-            masks = self.masks(length_B1, count_B1, width, extent)
-        return self.network(cache, masks, pending, position_B, position_BC, context_BCF)
 
     def network(
         self,

@@ -1,4 +1,5 @@
-"""Chain drafts of a feature drafter, compiled or as CUDA graphs: one call reads a block and returns `GROUP` ids.
+"""Drafts of a feature drafter, compiled or as CUDA graphs. One call reads a block and returns `GROUP` ids of a chain;
+whole trees are one call, as CUDA graphs only.
 
 A level of a small network is two dozen kernels of a few microseconds each, and as much work on the host. The calls of a
 draft differ only in sizes: the first reads the queued elements, each other the last id of the call before.
@@ -25,9 +26,8 @@ from visspec.cache import SlotCache, contiguous_copy, to_device
 from visspec.kernels.common import next_power_of_2
 from visspec.models.eagle.feature_drafting import FeatureDrafting
 from visspec.models.eagle.layer import DraftLayer, FeatureMemory, StoreMemory
-from visspec.models.runner.buffer_pool import GraphBufferPool, one_line
+from visspec.models.runner.buffer_pool import GraphBufferPool
 from visspec.models.runner.compiled import CompiledFunctions, close
-from visspec.replay import REPLAYING, Recording, stream
 from visspec.types import Draft, State, Tree
 
 GROUP = 4  # levels per call; other draft lengths waste up to GROUP - 1 levels
@@ -217,20 +217,11 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
 
     def fits(self, state: State, more: int) -> bool:
         memory: FeatureMemory = state.memory
-        room = self.bucket(memory.end + more)
-        device = memory.kv.device
         tree = self.drafter.structure(state).width > 1 and (state.noise is None or not state.noise.samples)
-        if self.refused or room is None or self.recorder(device) is None or not (tree or maximal(state)):
-            return False
-        if not (self.fixed and (self.recordings or self.due(state.request))) or torch.is_autocast_enabled(device.type):
-            return False
-        with REPLAYING:
-            try:
-                if self.move_in(memory.slots, room, stream(device)):
-                    memory.update()
-            except Exception as error:
-                self._fail(error)
-        return not self.refused
+        lent = self.fixed and (tree or maximal(state)) and self.lend(state, memory.slots, more)
+        if memory.kv.data_ptr() != memory.slots.keys[0].data_ptr():
+            memory.update()
+        return lent
 
     def _block(self, token_BT: Tensor, feature_BTd: Tensor, least: int = 1) -> tuple[Tensor, Tensor]:
         # padding is written after a row's last element, where later levels overwrite it
@@ -267,11 +258,13 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
 
         kind = depth, structure, drafter.paths, sampling.temperature, sampling.top_k, sampling.top_p
         args = [state.pending, *block, offsets_3B, shift_Bd, *numbers]
-        value, _, real, builder, *shape = self._replay(memory, turns_PC2, kind, args, grow)
+        self.uses[kind] += 1
+        outputs = self._replay(memory, turns_PC2, kind, args, grow) if self.uses[kind] > USES else grow(*args)
+        value, _, real, builder, *shape = outputs
         memory.advance(counts)
         return Draft(value, Tree(*shape, depth, chain=False) if shape else builder.tree, real=real)
 
-    def _called(self, memory: FeatureMemory, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _called(self, memory: FeatureMemory, *inputs: Tensor) -> Any:
         token_BT, feature_BTd, numbers_BKV, offsets_3B, kv_BSHE, _, turns_PC2, shift_Bd, scale = inputs
         fixed = kv_BSHE, kv_BSHE.shape[1], turns_PC2
         args = [token_BT, feature_BTd, numbers_BKV, offsets_3B, shift_Bd, scale]
@@ -279,36 +272,10 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
 
     def _replay(
         self, memory: FeatureMemory, turns_PC2: Tensor, kind: tuple, args: list[Tensor], function: Callable[..., tuple]
-    ) -> Any:
-        """Return copies of what a function of tensors returns, recorded by `kind` and the forms of its arguments."""
-        weights = (turns_PC2, *self.layer.embed.parameters(), *self.layer.lm_head.parameters())
-        kinds = ((tuple(x.shape), x.dtype) for x in args)
-        use = kind, *kinds
-        key = (memory.slots.lease.stores.number, *use, *(x.data_ptr() for x in weights))
-        self.uses[use] += 1
-        with REPLAYING, torch.cuda.device_of(memory.kv):
-            if not self.refused and (not kind or key in self.recordings or self.uses[use] > USES):
-                try:
-                    recording = self.replayed(key, args, partial(self._record, args, weights, function))
-                    return [x.clone() if isinstance(x, Tensor) else x for x in recording.output]
-                except Exception as error:
-                    self._fail(error)
-            return function(*args)
-
-    def _record(self, values: list[Tensor], weights: tuple[Tensor, ...], function: Callable[..., tuple]) -> Recording:
-        """Record a call and replay it once. Raises ValueError if its features differ from the function's."""
-        inputs = [x.clone() for x in values]
-        want = function(*inputs)[1]
-        record = self.recorder(want.device)
-        assert record is not None
-        # holding the weights keeps their addresses valid
-        recording = Recording([*inputs, *weights], *record(lambda: function(*inputs)))
-        recording.replay()
-        close(recording.output[1].float(), want.float(), want.dtype)
-        return recording
-
-    def _fail(self, error: Exception) -> None:
-        self.refuse(f"drafts of {self.name} run without CUDA graphs: {one_line(error)}")
+    ) -> list[Any]:
+        weights = [turns_PC2, *self.layer.embed.parameters(), *self.layer.lm_head.parameters()]
+        key = (memory.slots.lease.stores.number, kind, *(x.data_ptr() for x in weights))
+        return self.call(key, args, function, weights)
 
 
 def maximal(state: State) -> bool:

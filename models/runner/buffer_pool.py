@@ -13,15 +13,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from visspec.cache import SlotCache
+from visspec.cache import SlotCache, contiguous_copy
 from visspec.kernels.common import next_power_of_2
-from visspec.models.runner.compiled import form
-from visspec.replay import REPLAYING, Recording, Recordings
-from visspec.types import Request
+from visspec.models.runner.compiled import close, form
+from visspec.replay import REPLAYING, Recording, Recordings, stream
+from visspec.types import Request, State
 
 MIN_NEW_TOKENS = 32  # minimum new tokens of a request for which calls are recorded
 FIRST, LARGEST = 256, 1 << 17  # slots of the smallest and the largest bucket
@@ -76,11 +77,12 @@ class BufferLease:
 
 class GraphBufferPool(Recordings):
     """Recordings of calls that read pooled buffers, whose number is the first entry of a recording's key. `graphs`
-    counts recordings, and `refused` says why no more are made. Methods other than `due`, `refuse` and `follow` need
-    `REPLAYING`.
+    counts recordings, and `refused` says why no more are made. `replayed`, `move_in` and `forget`
+    need `REPLAYING`.
     """
 
     late = 0  # recordings are only made by the call that needs them
+    what = "drafts"  # that are recorded
 
     def __init__(self, name: str, positions: int | None = None):
         super().__init__(MAX_RECORDINGS)
@@ -106,6 +108,55 @@ class GraphBufferPool(Recordings):
     def due(self, request: Request) -> bool:
         """Return whether calls are recorded for a request."""
         return not self.refused and request.max_new_tokens >= MIN_NEW_TOKENS
+
+    def lend(self, state: State, slots: SlotCache, more: int) -> bool:
+        """Move a request's keys and values to buffers with room for `more` slots. Returns False if it runs eagerly."""
+        device, room = slots.keys[0].device, self.bucket(slots.length + more)
+        if self.refused or room is None or self.recorder(device) is None or torch.is_autocast_enabled(device.type):
+            return False
+        if not (self.recordings or self.due(state.request)):
+            return False
+        with REPLAYING:
+            try:
+                self.move_in(slots, room, stream(device))
+            except Exception as error:
+                self.fail(error)
+        return not self.refused
+
+    def call(
+        self, key: tuple, args: Sequence[Tensor], function: Callable[..., Sequence[Any]], held: Sequence[Tensor] = ()
+    ) -> list[Any]:
+        """Return a function's outputs: copies of those of the recording of this key, or if recording fails, its own.
+
+        Args:
+            key: The number of the buffers, and what else the function depends on beside its arguments.
+            held: Other tensors that it reads, whose addresses must remain valid.
+        """
+        key = (*key, *((x.shape, x.dtype) for x in args))
+        with REPLAYING, torch.cuda.device_of(args[0]):
+            if not self.refused:
+                try:
+                    recording = self.replayed(key, args, lambda: self._recorded(args, function, held))
+                    return [x.clone() if isinstance(x, Tensor) else x for x in recording.output]
+                except Exception as error:
+                    self.fail(error)
+            return list(function(*args))
+
+    def _recorded(
+        self, args: Sequence[Tensor], function: Callable[..., Sequence[Any]], held: Sequence[Tensor]
+    ) -> Recording:
+        """Record a function and replay it once. Raises ValueError if its first output of floating point differs."""
+        inputs, record = [contiguous_copy(x) for x in args], self.recorder(args[0].device)
+        assert record is not None
+        want = function(*inputs)
+        recording = Recording([*inputs, *held], *record(lambda: function(*inputs)))
+        recording.replay()
+        number = next(n for n, x in enumerate(want) if isinstance(x, Tensor) and x.is_floating_point())
+        close(recording.output[number].float(), want[number].float(), want[number].dtype)
+        return recording
+
+    def fail(self, error: Exception) -> None:
+        self.refuse(f"{self.what} of {self.name} run without CUDA graphs: {one_line(error)}")
 
     def refuse(self, why: str) -> None:
         """Stop recording, free everything and warn."""

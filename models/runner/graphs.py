@@ -25,9 +25,9 @@ from visspec.cache import SlotCache, to_device
 from visspec.models.attention import rotary
 from visspec.models.attention.draft_attention import STOCK, implementation
 from visspec.models.attention.pass_inputs import DraftLayout, Masks, SlotLayers
-from visspec.models.runner.buffer_pool import GraphBufferPool, KVBuffers, capacity, one_line
+from visspec.models.runner.buffer_pool import GraphBufferPool, KVBuffers, capacity
 from visspec.models.runner.compiled import close, foreign
-from visspec.replay import REPLAYING, Call, Recording, stream
+from visspec.replay import REPLAYING, Recording
 from visspec.types import State, Tree
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -37,6 +37,8 @@ Forward = Callable[..., Sequence[Tensor | None]]
 
 class GraphedForward(GraphBufferPool):
     """Recorded passes of a model, or of an image model's decoder."""
+
+    what = "passes"
 
     def __init__(self, model: nn.Module, decoder: nn.Module, masks: Masks, positions: int | None):
         super().__init__(type(model).__name__, positions)
@@ -60,15 +62,10 @@ class GraphedForward(GraphBufferPool):
         """
         slots: SlotCache = state.cache.slots
         nodes = capacity(tree.size)
-        room = self.bucket(slots.length + nodes)
-        record = self.recorder(inputs[0].device)
-        if self.refused or record is None or room is None or not (self.recordings or self.due(state.request)):
-            return None
-        if self.decoder.training or torch.is_autocast_enabled(inputs[0].device.type):
+        if self.decoder.training or not self.lend(state, slots, nodes):
             return None
         with REPLAYING, torch.cuda.device_of(inputs[0]):
             try:
-                self.move_in(slots, room, stream(inputs[0].device))
                 stores = slots.lease.stores
                 start_R = self.masks.backend.first_slots(slots)
                 attn_metadata = [*inputs, *self._attn_metadata(slots, stores, tree, start_R)]
@@ -76,10 +73,10 @@ class GraphedForward(GraphBufferPool):
                 key = (stores.number, len(slots.lengths), nodes, len(attn_metadata), unmasked, *kinds)
                 if key not in self.recordings and not self.due(state.request):
                     return None
-                arguments = record, state.cache, stores, nodes, attn_metadata, len(inputs), unmasked, forward, eager
+                arguments = state.cache, stores, nodes, attn_metadata, len(inputs), unmasked, forward, eager
                 recording = self.replayed(key, attn_metadata, partial(self._record, *arguments))
             except Exception as error:
-                self.refuse(f"passes of {self.name} run without CUDA graphs: {one_line(error)}")
+                self.fail(error)
                 return None
             return [None if x is None else x[:, : tree.size].clone() for x in recording.output]
 
@@ -98,7 +95,6 @@ class GraphedForward(GraphBufferPool):
 
     def _record(
         self,
-        record: Callable[[Call], tuple],
         cache: SlotLayers,
         stores: KVBuffers,
         nodes: int,
@@ -129,6 +125,8 @@ class GraphedForward(GraphBufferPool):
                 attention = self.masks.whole(ancestor, depth, length, last[0] if last else None, stores.slots)
             return forward(scratch, attention, *node_inputs)
 
+        record = self.recorder(inputs[0].device)
+        assert record is not None
         recording = Recording(inputs, *record(call))
         recording.replay()
         close(recording.output[0][:, : want.shape[1]].float(), want, scratch.slots.keys[0].dtype)
