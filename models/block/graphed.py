@@ -81,7 +81,7 @@ class GraphedBlocks(GraphBufferPool):
 
         padded = F.pad(position_BC, (0, more)), F.pad(context_BCF, (0, 0, 0, more))
         args = [pending, position_B, to_device([slots.lengths, counts], pending.device), *padded]
-        outputs = self.call((stores.number, greedy, drafter.confidence > 0), args, read)
+        outputs = self.run_recorded((stores.number, greedy, drafter.confidence > 0), args, read)
         memory.advance(counts)
         state.calls["draft_pass"] += 1
         return outputs

@@ -187,9 +187,10 @@ class FeatureDrafting(checkpoint.NetworkDrafter[TargetT], StructuredDrafter):
             return self._propose_blocks(state, depth)
         calls = self.passes or self.recorder
         if calls is not None and calls.prepare(state, depth, self._turns_to):
-            if self.structure(state).width > 1:
-                return calls.tree(state, self.levels(state, depth))
-            return trees.chain_draft(state.pending, calls.draft(state, depth))
+            if self.structure(state).width == 1:
+                return trees.chain_draft(state.pending, calls.draft(state, depth))
+            if (draft := calls.tree(state, self.levels(state, depth))) is not None:
+                return draft
         whole, depth = depth, self.levels(state, depth)
         feature_Bd = self._catch_up(memory, depth)
         if self.structure(state).width > 1:

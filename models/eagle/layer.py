@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -186,7 +187,7 @@ class StoreMemory(FeatureMemory):
     def _measure(self) -> None:
         """Nothing is known on the host."""
 
-    def advance(self, counts: list[int] | Tensor) -> None:
+    def advance(self, counts: Any) -> None:
         self._length_B, self._position_B = (x + counts for x in (self._length_B, self._position_B))
 
     def extent(self, drafted: int) -> int:

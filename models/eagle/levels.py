@@ -228,16 +228,20 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
         more = next_power_of_2(max(token_BT.shape[1], least)) - token_BT.shape[1]
         return F.pad(token_BT, (0, more)), F.pad(feature_BTd, (0, 0, 0, more))
 
-    def tree(self, state: State, depth: int) -> Draft:
-        """Like `draft`, for a tree of `depth` levels."""
-        drafter, memory = self.drafter, state.memory
+    def tree(self, state: State, depth: int) -> Draft | None:
+        """Like `draft`, for a tree of `depth` levels. Returns None if it is not recorded yet."""
+        drafter, memory, sampling = self.drafter, state.memory, state.request.sampling
+        structure, table = drafter.structure(state), memory.table
+        kind = depth, structure, drafter.paths, sampling.temperature, sampling.top_k, sampling.top_p
+        self.uses[kind] += 1
+        if self.uses[kind] <= USES:
+            return None
         token_BT, feature_BTF, counts = memory.pop_pending()
         feature_BTd = self.head.reduced(feature_BTF).to(self.layer.dtype)
         block = self._block(token_BT, feature_BTd, drafter.traits.levels + 1)
         offsets_3B = to_device([counts, memory.lengths, memory.positions], token_BT.device)
         turns_PC2, shift_Bd = self._shared_arguments(memory, memory.kv, 0, block[1])[2:]
         numbers = [] if state.noise is None else [self._numbers(state, depth)[0]]
-        structure, sampling, table = drafter.structure(state), state.request.sampling, memory.table
         slots = SlotCache(len(counts))
         slots.keys = memory.slots.keys[:]
 
@@ -256,13 +260,11 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
             # a static tree's builder holds tensors that the recording reads
             return draft.value, feature_BWd, draft.real, builder, *shape
 
-        kind = depth, structure, drafter.paths, sampling.temperature, sampling.top_k, sampling.top_p
         args = [state.pending, *block, offsets_3B, shift_Bd, *numbers]
-        self.uses[kind] += 1
-        outputs = self._replay(memory, turns_PC2, kind, args, grow) if self.uses[kind] > USES else grow(*args)
-        value, _, real, builder, *shape = outputs
+        value, _, real, builder, *shape = self._replay(memory, turns_PC2, kind, args, grow)
         memory.advance(counts)
-        return Draft(value, Tree(*shape, depth, chain=False) if shape else builder.tree, real=real)
+        tree = Tree(shape[0], shape[1], shape[2], depth, chain=False) if shape else builder.tree
+        return Draft(value, tree, real=real)
 
     def _called(self, memory: FeatureMemory, *inputs: Tensor) -> Any:
         token_BT, feature_BTd, numbers_BKV, offsets_3B, kv_BSHE, _, turns_PC2, shift_Bd, scale = inputs
@@ -275,7 +277,7 @@ class GraphedDrafter(DraftCalls, GraphBufferPool):
     ) -> list[Any]:
         weights = [turns_PC2, *self.layer.embed.parameters(), *self.layer.lm_head.parameters()]
         key = (memory.slots.lease.stores.number, kind, *(x.data_ptr() for x in weights))
-        return self.call(key, args, function, weights)
+        return self.run_recorded(key, args, function, weights)
 
 
 def maximal(state: State) -> bool:

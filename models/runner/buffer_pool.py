@@ -123,7 +123,7 @@ class GraphBufferPool(Recordings):
                 self.fail(error)
         return not self.refused
 
-    def call(
+    def run_recorded(
         self, key: tuple, args: Sequence[Tensor], function: Callable[..., Sequence[Any]], held: Sequence[Tensor] = ()
     ) -> list[Any]:
         """Return a function's outputs: copies of those of the recording of this key, or if recording fails, its own.
