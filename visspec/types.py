@@ -649,6 +649,9 @@ class Acceptance:
         """
         self.capabilities = capabilities
 
+    def allow_graphs(self) -> None:
+        """Prepare to record parts of verdicts as CUDA graphs, on devices with graphs. A no-op by default."""
+
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Any:
         """Create the random numbers of a request, a `sampling.BufferedNoise`.
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from visspec.cache import SlotCache
-from visspec.kernels.common import next_power_of_2
-from visspec.replay import Recording, Recordings
+from visspec.replay import Recording, Recordings, capacity, fill
 from visspec.types import Request
 
 MIN_NEW_TOKENS = 32  # minimum new tokens of a request for which calls are recorded
@@ -35,11 +34,6 @@ def buckets(positions: int | None) -> list[int]:
     while sizes[-1] < min(positions or LARGEST, LARGEST):
         sizes.append(2 * sizes[-1])
     return sizes
-
-
-def capacity(rows: int) -> int:
-    """Round rows up to few sizes, so that rows may join and other batches can reuse the recordings."""
-    return next_power_of_2(rows) if rows <= 8 else -(-rows // 8) * 8
 
 
 @dataclass(eq=False)
@@ -109,7 +103,7 @@ class GraphBufferPool(Recordings):
         """Replay the recording of this key, which becomes the most recently used, or make it."""
         recording = self.recordings.pop(key, None)
         if recording is not None:
-            recording.fill(inputs)
+            fill(recording.inputs, inputs)
             recording.replay()
         else:
             while len(self.recordings) >= self.most:

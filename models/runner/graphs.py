@@ -26,9 +26,9 @@ from visspec.cache import SlotCache, to_device
 from visspec.models.attention import rotary
 from visspec.models.attention.draft_attention import STOCK, implementation
 from visspec.models.attention.pass_inputs import DraftLayout, Masks, SlotLayers
-from visspec.models.runner.buffer_pool import GraphBufferPool, KVBuffers, capacity, one_line
+from visspec.models.runner.buffer_pool import GraphBufferPool, KVBuffers, one_line
 from visspec.models.runner.compiled import close, foreign, form
-from visspec.replay import REPLAYING, Call, Recording, stream
+from visspec.replay import REPLAYING, Call, Recording, capacity, stream
 from visspec.types import State, Tree
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)

@@ -97,6 +97,7 @@ def build_setup(
         warnings.warn(message, RuntimeWarning, stacklevel=2)
     elif graphs is not False and not compile:
         target.record(graphs)
+        rule.allow_graphs()
     if target.recorder is not None and rule.traits.distribution is Categorical and not isinstance(rule, GraphedRule):
         rule = GraphedRule(rule, SHAPES)
     if target.recorder is not None and drafter is not None:
