@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from torch._dynamo.backends.common import aot_autograd
 
 import visspec
 from tests import image_cases as images
@@ -12,15 +13,17 @@ from tests.doubles import Hostile, Oracle, TreeOracle, fast, new_tokens, stock
 from tests.replays import recording, tensors
 from tests.test_compiled import broken, dressed, wrong
 from tests.test_compiled import features as feature_drafter
-from tests.tiny import llama, model_of, prompt, shapes
+from tests.tiny import llama, model_of, prompt, qwen2, shapes
 from visspec import replay
 from visspec.models.attention import draft_attention, pass_inputs
 from visspec.models.decoder import probe
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.models.runner import buffer_pool, compiled
+from visspec.models.runner.compiled_layers import join_weights
 
 NEW = 12
+aten = torch.ops.aten
 
 
 def called_again(call):
@@ -164,3 +167,28 @@ def test_rounding_of_16_bits(monkeypatch):
     want, got = (each.generate(**asked, do_sample=False).logits for each in (eager, quick))
     assert quick.target.recorder.compiled and len(want) == NEW
     assert all(torch.equal(a, b) for a, b in zip(want, got))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [llama, qwen2])  # qwen2 has biases
+def test_joined_products(make, monkeypatch, tmp_path):
+    """One product for q, k and v and one for gate and up, and the same tokens. The model is saved as before."""
+    products = []
+
+    def count(graph, inputs):
+        products.append(sum(node.target in (aten.mm.default, aten.addmm.default) for node in graph.graph.nodes))
+        return graph.forward
+
+    monkeypatch.setattr(compiled, "BACKEND", aot_autograd(fw_compiler=count))
+    model, inputs = make(seed=13), prompt("llama", shapes("llama")["one"])
+    want, state = model.generate(**inputs, max_new_tokens=NEW, do_sample=False), copy.deepcopy(model.state_dict())
+    for expected in (7, 4):
+        products.clear()
+        quick = visspec.accelerate(model, None, compile=True)
+        assert torch.equal(quick.generate(**inputs, max_new_tokens=NEW, do_sample=False), want)
+        assert quick.target.recorder.compiled and set(products) == {expected}
+        join_weights(model.model)
+    assert all(torch.equal(state[name], x) for name, x in model.state_dict().items())
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path)
+    assert all(torch.equal(state[name], x) for name, x in loaded.state_dict().items())
