@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ class CompiledFunctions:
     there are graphs for one cache row, and True if there are graphs for several.
     """
 
-    patches: dict[str, bool] = {}  # of Inductor's configuration
+    patches: ClassVar[dict[str, bool]] = {}  # of Inductor's configuration
 
     def __init__(self, name: str):
         self.name = name

@@ -14,7 +14,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ from transformers.cache_utils import Cache
 from visspec.cache import SlotCache
 from visspec.models.attention.pass_inputs import CACHE_NAMES, SlotLayers
 from visspec.models.runner.compiled import GRAPHS, CompiledFunctions, replace_decoder
-
 
 JOINED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # modules that read the same input
 
@@ -46,7 +45,8 @@ class CompiledLayers(CompiledFunctions):
     be replaced is refused with a warning.
     """
 
-    patches = {"emulate_precision_casts": True}  # otherwise fused operations round once, and 16-bit tokens may differ
+    # by default fused operations round once, so tokens in 16 bits may differ
+    patches: ClassVar[dict[str, bool]] = {"emulate_precision_casts": True}
 
     def __init__(self, model: nn.Module, decoder: nn.Module):
         super().__init__(type(model).__name__)

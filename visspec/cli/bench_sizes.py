@@ -92,7 +92,7 @@ class Options(BenchOptions):
     device: str = option("torch device; auto: the GPU if there is one", "auto")
     dtype: Literal["float32", "bfloat16", "float16"] = option("dtype of the weights", "bfloat16")
     compile: bool = option("add our arms with compiled passes, which are recorded on a GPU", False)
-    join: bool = option("move the weights of q, k, v and of gate, up together, for one product in compiled layers", False)
+    join: bool = option("join the weights of q, k, v and of gate, up, for one product in compiled layers", False)
 
 
 def run(arguments: Options) -> None:
