@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from visspec.cli import bench_sizes
 from visspec.cli.main import main
 from visspec.models.attention import pass_inputs
+from visspec.models.runner import compiled
 
 OPTIONS = "--sizes tiny --prompt 12 --max-new-tokens 72 --repeats 1 --dtype float32 --levels 5".split()
 COMMON = {
@@ -24,8 +25,9 @@ DRAFTED = {"ideal_speedup", "verify_over_plain", "draft_over_plain", "host_over_
 ARMS = ["transformers_generate", "transformers_static", "plain", "oracle 0.6", "oracle 1", "policy 0.6", "policy 1"]
 
 
-def tiny(batch=2):
-    return bench_sizes.SizeCase(bench_sizes.random_decoder("tiny", "cpu", torch.float32, 120), batch, 12, 40, 5)
+def tiny(batch=2, compile=False):
+    model = bench_sizes.random_decoder("tiny", "cpu", torch.float32, 120)
+    return bench_sizes.SizeCase(model, batch, 12, 40, 5, compile)
 
 
 def test_it_writes_what_it_measured(tmp_path, capsys):
@@ -59,13 +61,20 @@ def test_it_writes_what_it_measured(tmp_path, capsys):
     assert "random weights" in out and "ms a token" not in out  # ratios on a CPU
 
 
-def test_a_gpu_gets_times():
-    case = tiny(batch=1)
+def test_a_gpu_gets_times(monkeypatch):
+    """Also those of compiled passes, and of a pass over the time that reading the weights takes."""
+    monkeypatch.setattr(bench_sizes, "READ", 1 << 20)
+    monkeypatch.setattr(compiled, "BACKEND", "eager")
+    case = tiny(batch=1, compile=True)
     case.cuda = True
     rows = [{"size": "tiny", "layers": 2} | row for row in case.rows([0.8], 1)]
-    assert all(row["ms_per_token"] > 0 for row in rows)
+    ours = ["plain", "plain, compiled", "oracle 0.8", "policy 0.8", "oracle 0.8, compiled", "policy 0.8, compiled"]
+    assert [row["arm"] for row in rows] == [*ARMS[:2], *ours]
+    assert all(row["ms_per_token"] > 0 and row["identical"] == 1 for row in rows)
+    assert [row["arm"] for row in rows if row.get("over_bytes", 0) > 0 and row["ms_per_pass"] > 0] == ours[:2]
     view = bench_sizes.view({"rows": rows, "prompt": 12, "max_new_tokens": 40})
     assert view.columns[-1].header == "ms a token"
+    torch._dynamo.reset()
 
 
 def test_sizes_are_those_of_the_models():

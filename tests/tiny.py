@@ -123,8 +123,8 @@ def llama(seed: int = 0, **changes) -> nn.Module:
     return built(tf.LlamaForCausalLM, tf.LlamaConfig(**{**TEXT, **changes}), seed)
 
 
-def qwen2() -> nn.Module:
-    return built(tf.Qwen2ForCausalLM, tf.Qwen2Config(**WITHOUT_HEAD_DIM))
+def qwen2(seed: int = 0) -> nn.Module:
+    return built(tf.Qwen2ForCausalLM, tf.Qwen2Config(**WITHOUT_HEAD_DIM), seed)
 
 
 def qwen3(**changes) -> nn.Module:

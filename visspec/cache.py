@@ -132,7 +132,10 @@ class SlotCache:
             room = self._extent if self.lean else first_room(self._extent, self.answer)
             self.keys.append(self._allocate(key, room))
             self.values.append(self._allocate(value, room))
-        keys, values = self.keys[layer], self.values[layer]
+        return self.write_to(self.keys[layer], self.values[layer], key, value)
+
+    def write_to(self, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Like `write`, to the given tensors of a layer."""
         if torch.compiler.is_dynamo_compiling():  # rows and slots are dynamic in a compiled graph, heads are not
             for store, new in ((keys, key), (values, value)):
                 torch._check(store.shape[1] == new.shape[1])

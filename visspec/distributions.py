@@ -275,6 +275,12 @@ class Denoising(Distribution):
             log_sigma = log_sigma + share * (steps.high[step_MW][..., None] - log_sigma)
         return mean, log_sigma, value
 
+    def recordable(self) -> tuple[tuple, dict[str, tuple[Tensor, int]]] | None:
+        """Return what a CUDA graph of `kernel` depends on: all host values, and the attributes that are tensors of
+        these distributions alone, each with its dimension of chains. None means that it can't be recorded.
+        """
+        return None
+
     def estimate(
         self, x_MWd: Tensor, step_MW: Tensor | int, chains_M: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:

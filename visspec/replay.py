@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from visspec.kernels.common import next_power_of_2
+
 Call = Callable[[], Any]
 DEVICES = frozenset({"cuda"})
 REPLAYING = threading.Lock()  # only one thread at a time fills buffers, replays and copies outputs
@@ -88,11 +90,6 @@ class Recording:
     output: Any
     replay: Callable[[], None]
 
-    def fill(self, inputs: Sequence[Tensor]) -> None:
-        """Copy inputs to the buffers, or to their front if they are larger."""
-        for buffer, value in zip(self.inputs, inputs):
-            buffer[tuple(map(slice, value.shape))].copy_(value)
-
 
 class Recordings:
     """Recordings by key, at most `most` of them. Tests replace `cuda_graph` by `record`."""
@@ -115,6 +112,17 @@ class Recordings:
         if here not in self.shared:
             self.shared[here] = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         return cuda_graph(call, *self.shared[here])
+
+
+def capacity(rows: int) -> int:
+    """Round rows up to few sizes, so that rows may join and other batches can reuse the recordings."""
+    return next_power_of_2(rows) if rows <= 8 else -(-rows // 8) * 8
+
+
+def fill(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values to buffers, or to their front if they are larger."""
+    for buffer, value in zip(buffers, values):
+        buffer[tuple(map(slice, value.shape))].copy_(value)
 
 
 def stream(device: torch.device | None = None) -> int:

@@ -351,11 +351,12 @@ class Target:
     passes: Any = None  # compiled passes (`models.runner`), if any
     recorder: Any = None  # records passes as CUDA graphs, if enabled
 
-    def record(self, asked: bool | None) -> None:
+    def record(self, asked: bool | None, compile: bool = False) -> None:
         """Prepare to record passes as CUDA graphs. Called once, before any request. By default passes run eagerly.
 
         Args:
             asked: True warns if passes can't be recorded; None records them where that is faster.
+            compile: Whether to record compiled layers.
         """
         if asked:
             warnings.warn(
@@ -523,7 +524,9 @@ class Drafter:
         """Draft chains only, because target or rule do not support trees. A drafter without chains is rejected."""
 
     def compile(self) -> None:
-        """Compile the drafter's passes. Called after `attach` with `compile=True`; a no-op by default."""
+        """Compile the drafter's passes. Called after `attach` with `compile=True`, unless the target's passes are
+        recorded; a no-op by default.
+        """
 
     def record(self) -> None:
         """Prepare to record calls as CUDA graphs. Called if the target's passes are recorded; a no-op by default."""
@@ -648,6 +651,9 @@ class Acceptance:
             capabilities: Those of the target.
         """
         self.capabilities = capabilities
+
+    def allow_graphs(self) -> None:
+        """Prepare to record parts of verdicts as CUDA graphs, on devices with graphs. A no-op by default."""
 
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Any:
         """Create the random numbers of a request, a `sampling.BufferedNoise`.

@@ -19,8 +19,9 @@ from torch.nn import functional as F
 
 from visspec.cache import to_device
 from visspec.models.drafting.base import Chain
-from visspec.models.runner.buffer_pool import GraphBufferPool, capacity
+from visspec.models.runner.buffer_pool import GraphBufferPool
 from visspec.models.runner.compiled import foreign
+from visspec.replay import capacity
 from visspec.types import State
 
 if TYPE_CHECKING:

@@ -132,10 +132,13 @@ class HFDecoder(Target):
         if self.probed:
             probe.check_rows(self)
 
-    def record(self, asked: bool | None) -> None:
+    def record(self, asked: bool | None, compile: bool = False) -> None:
         text = self.model.config.get_text_config()
         if not self.head_states:  # CUDA graphs do not return them
-            self.recorder = graphed_forward(asked, self.model, self.decoder, self.masks, text, bool(self.states))
+            states = bool(self.states)
+            self.recorder = graphed_forward(asked, compile, self.model, self.decoder, self.masks, text, states)
+        if self.recorder is not None:
+            self.passes = None
 
     @property
     def device(self) -> torch.device:
@@ -344,9 +347,9 @@ class HFDecoder(Target):
         return output, record
 
     def _whole(
-        self, cache: SlotLayers, attention: AttentionInputs, ids: Tensor, positions: Tensor
+        self, model: PreTrainedModel, cache: SlotLayers, attention: AttentionInputs, ids: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        output, record = self.forward(self.model, cache, attention, ids, positions)
+        output, record = self.forward(model, cache, attention, ids, positions)
         return output.logits, self.features(output, record)
 
     def commit(self, state: State, draft: Draft, outcome: Outcome) -> None:

@@ -173,17 +173,21 @@ class ImageAR(Target):
         embeds = self._embed(state, draft, index).repeat(twice, 1, 1)
         places = self.places(index.repeat(twice, 1), state).movedim((-2, -1), (0, 1))
 
-        def forward(cache: SlotLayers, attention: AttentionInputs, embeds: Tensor, places: Tensor) -> tuple[Tensor]:
-            return (self._run(embeds, attention, places.movedim((0, 1), (-2, -1)), cache),)
+        def forward(
+            decoder: nn.Module, cache: SlotLayers, attention: AttentionInputs, embeds: Tensor, places: Tensor
+        ) -> tuple[Tensor]:
+            return (self._run(embeds, attention, places.movedim((0, 1), (-2, -1)), cache, decoder),)
 
         outputs = recorder.run(state, tree, (embeds, places), forward, lambda: self._eager(state, draft))
         return None if outputs is None else outputs[0]
 
-    def record(self, asked: bool | None) -> None:
+    def record(self, asked: bool | None, compile: bool = False) -> None:
         decoder = self.family.decoder
-        if self.family.recorder is None:
-            self.family.recorder = graphed_forward(asked, decoder, decoder, self.masks, decoder.config)
+        if self.family.recorder is None or self.family.recorder.compile != compile:
+            self.family.recorder = graphed_forward(asked, compile, decoder, decoder, self.masks, decoder.config)
         self.recorder = self.family.recorder
+        if self.recorder is not None:
+            self.passes = None
 
     def _pass(self, decoder: nn.Module, state: State, draft: Draft) -> Tensor:
         """Return hidden states (R, N, d) of a pass over a draft, including the nodes that pad its width."""

@@ -99,8 +99,8 @@ class RandARTarget(ImageAR):
         self.ahead = ahead
         self.capabilities = replace(self.capabilities, any_order=True)
 
-    def record(self, asked: bool | None) -> None:
-        Target.record(self, asked)
+    def record(self, asked: bool | None, compile: bool = False) -> None:
+        Target.record(self, asked, compile)
 
     def revise(self, state: State, tokens: Tensor, places: Tensor, seen: Tensor) -> Scores:
         return Target.revise(self, state, tokens, places, seen)

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from visspec.cache import SlotCache, contiguous_copy
-from visspec.kernels.common import next_power_of_2
 from visspec.models.runner.compiled import close, form
-from visspec.replay import REPLAYING, Recording, Recordings, stream
+from visspec.replay import REPLAYING, Recording, Recordings, capacity, fill, stream
 from visspec.types import Request, State
 
 MIN_NEW_TOKENS = 32  # minimum new tokens of a request for which calls are recorded
@@ -37,11 +36,6 @@ def buckets(positions: int | None) -> list[int]:
     while sizes[-1] < min(positions or LARGEST, LARGEST):
         sizes.append(2 * sizes[-1])
     return sizes
-
-
-def capacity(rows: int) -> int:
-    """Round rows up to few sizes, so that rows may join and other batches can reuse the recordings."""
-    return next_power_of_2(rows) if rows <= 8 else -(-rows // 8) * 8
 
 
 @dataclass(eq=False)
@@ -92,14 +86,15 @@ class GraphBufferPool(Recordings):
         self.returned: deque[KVBuffers] = deque()
         self.form: tuple = ()
 
-    def follow(self, parts: Sequence[nn.Module]) -> None:
-        """Drop the recordings if these modules or their weights are not those of the last call."""
+    def follow(self, parts: Sequence[nn.Module], renew: Callable[[], None] = lambda: None) -> None:
+        """Drop the recordings and call `renew` if these modules or their weights are not those of the last call."""
         weights = (w.data_ptr() for part in parts for w in itertools.chain(part.parameters(), part.buffers()))
         now = (*map(form, parts), *weights)
         if now != self.form:
             with REPLAYING:
                 self.form = now
                 self.forget()
+                renew()
 
     def bucket(self, slots: int) -> int | None:
         """Return the smallest bucket with room for this many slots, or None."""
@@ -172,7 +167,7 @@ class GraphBufferPool(Recordings):
         """Replay the recording of this key, which becomes the most recently used, or make it."""
         recording = self.recordings.pop(key, None)
         if recording is not None:
-            recording.fill(inputs)
+            fill(recording.inputs, inputs)
             recording.replay()
         else:
             while len(self.recordings) >= self.most:

@@ -17,7 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,8 @@ class CompiledFunctions:
     `graphs` counts compiled graphs, and `late` those that were not compiled in a warm-up. `ready` contains False if
     there are graphs for one cache row, and True if there are graphs for several.
     """
+
+    patches: ClassVar[dict[str, bool]] = {}  # of Inductor's configuration
 
     def __init__(self, name: str):
         self.name = name
@@ -98,9 +100,10 @@ class CompiledFunctions:
 
     def _backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable:
         compiler: Callable = torch._dynamo.lookup_backend(BACKEND)
-        if BACKEND == "inductor" and all(x.device.type == "cpu" for x in inputs if isinstance(x, Tensor)):
-            # call kernels from C++ as well: calls from Python take a tenth of the time of a small model
-            compiled = compiler(graph, inputs, config_patches={"cpp_wrapper": True})
+        if BACKEND == "inductor":
+            # on a CPU, call kernels from C++ as well: calls from Python take a tenth of the time of a small model
+            on_cpu = all(x.device.type == "cpu" for x in inputs if isinstance(x, Tensor))
+            compiled = compiler(graph, inputs, config_patches={**self.patches, "cpp_wrapper": on_cpu})
         else:
             compiled = compiler(graph, inputs)
         self.graphs += 1

@@ -4,7 +4,8 @@ A recording is made for a number of cache rows, nodes and slots, and also runs d
 results are dropped. Everything else is read from input buffers: ids, positions, the rows' lengths, the tree and the
 padding. From these it computes the slots to write and the arguments of attention: a `DraftLayout`, or a mask over all
 slots of the stores. The stores are pooled (`buffer_pool`): before its first pass a request's keys and
-values move into some. Passes beyond the largest bucket run eagerly. If recording fails, a warning says so once.
+values move into some. Passes beyond the largest bucket run eagerly. If recording fails, a warning says so once. With
+`compile`, the decoder's layers are compiled before they are recorded (`compiled_layers`).
 Shapes: R cache rows, N nodes, S slots.
 """
 
@@ -25,13 +26,14 @@ from visspec.cache import SlotCache, to_device
 from visspec.models.attention import rotary
 from visspec.models.attention.draft_attention import STOCK, implementation
 from visspec.models.attention.pass_inputs import DraftLayout, Masks, SlotLayers
-from visspec.models.runner.buffer_pool import GraphBufferPool, KVBuffers, capacity
+from visspec.models.runner.buffer_pool import GraphBufferPool, KVBuffers
 from visspec.models.runner.compiled import close, foreign
-from visspec.replay import REPLAYING, Recording
+from visspec.models.runner.compiled_layers import CompiledLayers
+from visspec.replay import REPLAYING, Recording, capacity
 from visspec.types import State, Tree
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-# a pass over buffers: forward(cache, attention, *given) -> logits or hidden states, and other outputs
+# a pass over buffers: forward(model, cache, attention, *given) -> logits or hidden states, and other outputs
 Forward = Callable[..., Sequence[Tensor | None]]
 
 
@@ -40,9 +42,17 @@ class GraphedForward(GraphBufferPool):
 
     what = "passes"
 
-    def __init__(self, model: nn.Module, decoder: nn.Module, masks: Masks, positions: int | None):
+    def __init__(
+        self, model: nn.Module, decoder: nn.Module, masks: Masks, positions: int | None, compile: bool = False
+    ):
         super().__init__(type(model).__name__, positions)
-        self.model, self.decoder, self.masks = model, decoder, masks
+        self.model, self.decoder, self.masks, self.compile = model, decoder, masks, compile
+        self.layers: CompiledLayers | None = None
+
+    @property
+    def compiled(self) -> bool:
+        """Return whether compiled layers are recorded."""
+        return self.layers is not None and not self.layers.refused
 
     def open(self) -> None:
         """Prepare for a request before its prefill; drop the recordings if the model has changed."""
@@ -52,7 +62,7 @@ class GraphedForward(GraphBufferPool):
             with REPLAYING:
                 self.refuse(f"got {self.name} with hooks on {hooked}, expected one without: they would not be called")
             return
-        self.follow([self.decoder, *filter(None, [self._head()])])
+        self.follow([self.decoder, *filter(None, [self._head()])], self._renew)
 
     def run(
         self, state: State, tree: Tree, inputs: Sequence[Tensor], forward: Forward, eager: Callable[[], Tensor]
@@ -115,7 +125,7 @@ class GraphedForward(GraphBufferPool):
         # its own cache has another length on the host than the request's, which exposes any dependence on that below
         scratch = cache.with_stores(stores.tensors, rows, 1 if cache.slots.length != 1 else 2)
 
-        def call() -> Sequence[Tensor | None]:
+        def call(model: nn.Module) -> Sequence[Tensor | None]:
             node_inputs, (depth, ancestor, length, *last) = inputs[:count], inputs[count:]
             # tensors made outside the call, other than inputs and stores, would be freed after recording
             scratch.slots.open_at(length[:, None] + torch.arange(nodes, device=length.device), stores.slots)
@@ -123,14 +133,30 @@ class GraphedForward(GraphBufferPool):
                 attention = self.masks.unmasked(DraftLayout(length, last[0], ancestor, self.masks.backend))
             else:
                 attention = self.masks.whole(ancestor, depth, length, last[0] if last else None, stores.slots)
-            return forward(scratch, attention, *node_inputs)
+            return forward(model, scratch, attention, *node_inputs)
 
         record = self.recorder(inputs[0].device)
         assert record is not None
-        recording = Recording(inputs, *record(call))
-        recording.replay()
-        close(recording.output[0][:, : want.shape[1]].float(), want, scratch.slots.keys[0].dtype)
-        return recording
+
+        def check(output: Sequence[Tensor | None]) -> None:
+            assert output[0] is not None
+            close(output[0][:, : want.shape[1]].float(), want, scratch.slots.keys[0].dtype)
+
+        def recorded(model: nn.Module) -> Recording:
+            recording = Recording(inputs, *record(partial(call, model)))
+            recording.replay()
+            check(recording.output)
+            return recording
+
+        if self.layers is not None and self.compiled:
+            with self.layers.warm_up(rows > 1, "layers"):  # warns if it fails
+                with self.layers.progress():
+                    check(call(self.layers.view))
+                return recorded(self.layers.view)
+        return recorded(self.model)
+
+    def _renew(self) -> None:
+        self.layers = CompiledLayers(self.model, self.decoder) if self.compile else None
 
     def _head(self) -> Any:
         return getattr(self.model, "get_output_embeddings", lambda: None)()
@@ -171,14 +197,20 @@ def unfit(model: PreTrainedModel, decoder: nn.Module, attention: str, states: bo
 
 
 def graphed_forward(
-    asked: bool | None, model: PreTrainedModel, decoder: nn.Module, masks: Masks, text: object, states: bool = False
+    asked: bool | None,
+    compile: bool,
+    model: PreTrainedModel,
+    decoder: nn.Module,
+    masks: Masks,
+    text: object,
+    states: bool = False,
 ) -> GraphedForward | None:
     """Return `GraphedForward` passes of a model whose text configuration is `text`. Returns None if they cannot be
     recorded, and warns if they were requested.
     """
     why = unfit(model, decoder, implementation(text) or STOCK, states)
     if why is None:
-        return GraphedForward(model, decoder, masks, getattr(text, "max_position_embeddings", None))
+        return GraphedForward(model, decoder, masks, getattr(text, "max_position_embeddings", None), compile)
     if asked:
         warnings.warn(f"graphs: got {why[0]}, expected {why[1]}; it runs eager", RuntimeWarning, stacklevel=4)
     return None

@@ -104,6 +104,16 @@ class HeadChains(Denoising):
         at = step if isinstance(step, int) else step.flatten()
         return (self.of_point[at] * x_Ud + self.of_output[at] * mixed).view_as(x_MWd), share
 
+    def recordable(self) -> tuple[tuple, dict[str, tuple[Tensor, int]]]:
+        tensors = {"condition_GM1C": (self.condition_GM1C, 1)}
+        if self.ahead_GMSV is not None:
+            tensors["ahead_GMSV"] = self.ahead_GMSV, 1
+        scale = self.guidance
+        if isinstance(scale, Tensor):
+            tensors["guidance"], scale = (scale, 0), None
+        weights = (weight.data_ptr() for weight in self.distributions.head.parameters())
+        return (self.distributions, self.steps, scale, *weights), tensors
+
     def value(self, start_Md: Tensor, normal_MSd: Tensor) -> Tensor:
         """Return the values of `sample`; with fixed deviations by fewer operations, which are many and on small
         tensors.

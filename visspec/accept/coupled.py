@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from visspec.accept import denoise
+from visspec.accept.graphed_passes import GraphedPasses
 from visspec.distributions import Denoising
 from visspec.sampling import Normals
 from visspec.types import Acceptance, Capabilities, Draft, RuleTraits, Scores, Verdict
@@ -34,6 +35,7 @@ class Coupled(Acceptance):
     """
 
     traits = RuleTraits("exact for the declared target", judges_draws=True, chains_only=True, distribution=Denoising)
+    graphs: GraphedPasses | None = None  # records passes of the head as CUDA graphs, if enabled
 
     def __init__(self, window: int = 32, merge: int = 40):
         for name, value, least in (("window", window, 1), ("merge", merge, 0)):
@@ -48,6 +50,9 @@ class Coupled(Acceptance):
         if capabilities.steps is not None and not capabilities.steps.noisy:
             raise ValueError("acceptance: coupled needs noise in the target's last step. Pass last_noise=True.")
 
+    def allow_graphs(self) -> None:
+        self.graphs = GraphedPasses()
+
     def make_noise(self, generators: Sequence[torch.Generator], width: int) -> Normals:
         steps = self.capabilities.steps
         assert steps is not None
@@ -61,10 +66,9 @@ class Coupled(Acceptance):
         if draft.q is None and self.window == 1:
             ends = distribution.value(numbers.start, numbers.steps)
             return accepted_path(draft, ends, torch.zeros_like(ends[:, 0], dtype=torch.bool))
-        return accepted_path(
-            draft,
-            *denoise.run(distribution, numbers, denoise.child_trajectories(draft), nodes, self.window, self.merge),
-        )
+        drafted = denoise.child_trajectories(draft)
+        results = denoise.run(distribution, numbers, drafted, nodes, self.window, self.merge, self.graphs)
+        return accepted_path(draft, *results)
 
 
 def accepted_path(draft: Draft, ends_Md: Tensor, accepted_M: Tensor) -> Verdict:

@@ -22,7 +22,7 @@ Shapes: M chains, S steps, W points of a pass, d size, G = len(SPREADS).
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,6 +32,9 @@ from visspec.cache import to_device
 from visspec.distributions import Denoising, DenoisingSteps, Trajectory
 from visspec.sampling import TrajectoryNumbers
 from visspec.types import Draft
+
+if TYPE_CHECKING:
+    from visspec.accept.graphed_passes import GraphedPasses
 
 TINY = torch.finfo(torch.float32).tiny
 MOST = 32  # maximum number of points of a chain in a pass
@@ -149,17 +152,19 @@ def run(
     nodes: int,
     window: int,
     merge: int,
+    graphs: GraphedPasses | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample one value for each of M = B nodes distributions.
 
-    If a chain of a row does not end at its draft, the later chains of the row are dropped and their values are 0. Each
-    pass of the head synchronises once, to know which chains are done.
+    If a chain of a row does not end at its draft, the later chains of the row are dropped and have no valid values.
+    Each pass of the head synchronises once, to know which chains are done.
 
     Args:
         drafted: The drafted trajectories, if any.
         nodes: Number of nodes of each row.
         window: Maximum number of points of each chain in a pass.
         merge: Number of last steps in which a chain that has left the drafted one may meet it again.
+        graphs: Runs passes as CUDA graphs where it can. Chains that are done or dropped then keep their places.
 
     Returns:
         The values (M, d), and whether they equal the drafted ones, (M,) bool.
@@ -175,25 +180,31 @@ def run(
     chains = ActiveTrajectories(
         zero, start, on_draft, torch.zeros_like(start), zero, errors, torch.full_like(zero, width)
     )
+    buffers = None if graphs is None else graphs.open(distribution, chains, numbers, drafted)
     alive = list(range(count))
     unfinished: Tensor | None = None  # indices of unfinished chains; None: all
     own, path = numbers, drafted
     following, close = drafted is not None, False
     while alive:
-        guide = path if following or close else None
-        chains = advance(distribution, chains, own, guide, unfinished, width, window, merge if close else 0)
-        there = zero[: len(alive)] if path is None else path.there.long()
-        state = torch.stack([chains.step, chains.on_draft.long(), there, chains.reach])
-        counts, met, drafts, reaches = state.tolist()
+        near = merge if close else 0
+        if graphs is None or buffers is None:
+            guide = path if following or close else None
+            chains = advance(distribution, chains, own, guide, unfinished, width, window, near)
+            state, rows = progress(chains, path), list(range(len(alive)))
+        else:
+            distribution.calls[distribution.name] += 1
+            state, rows = graphs.advance(buffers, width, window, near), alive
+        counts, met, drafts, reaches = ([part[row] for row in rows] for part in state.tolist())
         following = any(met)
         close = any(t and not m and n + window > steps - merge for n, m, t in zip(counts, met, drafts))
         width = max(reaches)
         finished = [c for c, n in enumerate(counts) if n == steps]
         if not finished:
             continue
-        at = to_device(finished, device)
-        places = to_device([alive[c] for c in finished], device)
-        ends[places], equal[places] = chains.x[at], chains.on_draft[at]
+        if buffers is None:
+            at = to_device(finished, device)
+            places = to_device([alive[c] for c in finished], device)
+            ends[places], equal[places] = chains.x[at], chains.on_draft[at]
         last: dict[int, int] = {}  # per row, the first node that did not end at its draft
         for c in finished:
             if not met[c]:
@@ -203,13 +214,19 @@ def run(
         keep = [
             c for c, place in enumerate(alive) if c not in gone and place % nodes <= last.get(place // nodes, nodes)
         ]
-        alive, keep_M = [alive[c] for c in keep], to_device(keep, device)
-        if alive:
+        alive = [alive[c] for c in keep]
+        if alive and buffers is None:
             unfinished = to_device(alive, device)
-            chains = chains.select(keep_M)
+            chains = chains.select(to_device(keep, device))
             own = TrajectoryNumbers(*(part[unfinished] for part in numbers))
             path = None if drafted is None else DraftTrajectories(*(part[unfinished] for part in drafted))
-    return ends, equal
+    return (ends, equal) if graphs is None or buffers is None else graphs.finish(buffers, count)
+
+
+def progress(chains: ActiveTrajectories, drafted: DraftTrajectories | None) -> Tensor:
+    """Return what the host needs after a pass, (4, M): steps done, whether on the draft, whether drafted, reach."""
+    met = chains.on_draft.long()
+    return torch.stack([chains.step, met, met if drafted is None else drafted.there.long(), chains.reach])
 
 
 def advance(

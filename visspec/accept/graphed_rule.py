@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from visspec.distributions import Categorical, categorical
-from visspec.replay import REPLAYING, Call, Recording, Recordings, stream
+from visspec.replay import REPLAYING, Call, Recording, Recordings, fill, stream
 from visspec.sampling import BufferedNoise
 from visspec.tree import branch, limit_children
 from visspec.types import Acceptance, Draft, Scores, Tree, Verdict
@@ -70,7 +70,7 @@ class GraphedRule(Recordings, Acceptance):
         with REPLAYING:
             recording = self._recording(record, inputs, key)
             if recording is not None:
-                recording.fill(inputs)
+                fill(recording.inputs, inputs)
                 recording.replay()
                 parts: Iterator[Any] = (None if x is None else x.clone() for x in vars(recording.output).values())
                 return Verdict(*parts)

@@ -75,9 +75,10 @@ def measured_on(model: PreTrainedModel, **more: Any) -> dict[str, Any]:
 
 def compilations(setup: DecodingSetup) -> dict[str, Any]:
     """Return whether passes ran compiled, and the number of graphs after a warm-up, including the drafter's."""
-    target, passes = setup.target.passes, setup.passes
+    target, recorder, passes = setup.target.passes, setup.target.recorder, setup.passes
     counts = {"graphs": sum(p.graphs for p in passes), "recompilations": sum(p.late for p in passes)}
-    return {"compiled": target is not None and not target.refused, **counts}
+    compiled = recorder.compiled if recorder is not None else target is not None and not target.refused
+    return {"compiled": compiled, **counts}
 
 
 class StockCaptionArm:

@@ -29,10 +29,13 @@ from visspec.eval.bench.oracle import Oracle, with_errors
 from visspec.io.options import Positive, Probability, option
 from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
+from visspec.models.runner.compiled_layers import join_weights
 from visspec.types import Request
 
 STOCK, STATIC, PLAIN = "transformers_generate", "transformers_static", "plain"
 ORACLE, POLICY = "oracle", "policy"
+COMPILED = ", compiled"  # suffix of our arms with compiled passes
+READ = 1 << 32  # bytes that are summed to measure the bandwidth of reading
 
 
 def config_of(
@@ -88,6 +91,8 @@ class Options(BenchOptions):
     repeats: Positive = option("number of batches of prompts", 3)
     device: str = option("torch device; auto: the GPU if there is one", "auto")
     dtype: Literal["float32", "bfloat16", "float16"] = option("dtype of the weights", "bfloat16")
+    compile: bool = option("add our arms with compiled passes, which are recorded on a GPU", False)
+    join: bool = option("join the weights of q, k, v and of gate, up, for one product in compiled layers", False)
 
 
 def run(arguments: Options) -> None:
@@ -99,12 +104,14 @@ def run(arguments: Options) -> None:
 def bench_sizes(arguments: Options) -> dict[str, Any]:
     """Return one row for each size, batch and arm. The arms are transformers' `generate`, the same with a static cache
     (compiled on a GPU), our loop without a drafter, with oracles of `levels` drafts, and with oracles whose
-    draft-length policy starts untrained. Raises ValueError for fewer than two tokens.
+    draft-length policy starts untrained; with `compile` ours also with compiled passes. Raises ValueError for fewer
+    than two tokens.
 
     `speedup` is for whole calls over transformers' generate, `decode_over_*` without the prompt. `ideal_speedup` is tau
     / (v + c + o) in passes over one node, where o is the part of our plain round outside the pass. `attention` is the
     way our passes attend. `identical` of `compared` rows equal transformers'. `length_share` is tau of the policy over
-    that of `levels` drafts. On a GPU there is also `ms_per_token`.
+    that of `levels` drafts. On a GPU there are also `ms_per_token` and, without a drafter, `ms_per_pass` and
+    `over_bytes`: a pass over the time in which the device reads the weights.
     """
     prompt, new, levels = arguments.prompt, arguments.max_new_tokens, arguments.levels
     if new < 2:
@@ -114,10 +121,13 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
     for name in arguments.sizes:
         dtype, room = getattr(torch, arguments.dtype), prompt + new + levels + 1
         model = random_decoder(name, resolve_device(arguments.device), dtype, room)
+        if arguments.join:
+            join_weights(model.get_decoder())
         where = provenance(model, repeats=arguments.repeats)
         for batch in tqdm(arguments.batch, desc=f"bench sizes {name}", leave=False):
             try:
-                results = SizeCase(model, batch, prompt, new, levels).rows(arguments.acceptance, arguments.repeats)
+                case = SizeCase(model, batch, prompt, new, levels, arguments.compile)
+                results = case.rows(arguments.acceptance, arguments.repeats)
                 rows += [{"size": name, "layers": SIZES[name].num_hidden_layers} | row for row in results]
             except RuntimeError as error:  # mostly out of memory; results so far are kept
                 failures.append(f"{name}, batch {batch}: {error}")
@@ -126,18 +136,18 @@ def bench_sizes(arguments: Options) -> dict[str, Any]:
         del model
     record = {"bench": "sizes", "guarantee": "exact", "drafter": "oracle", "acceptance": "exact", "temperature": 0.0}
     record |= {"seed": 0, "n_prompts": arguments.repeats, "prompt": prompt, "max_new_tokens": new, "levels": levels}
-    record |= {key: sum(row[key] for row in rows) for key in ("identical", "compared")}
+    record |= {key: sum(row[key] for row in rows) for key in ("identical", "compared")} | {"joined": arguments.join}
     return record | {"random_weights": True, "failures": failures, "rows": rows, "provenance": where}
 
 
 class SizeCase:
     """One model at one batch size. A prompt is a number that seeds its ids, with the model's inputs."""
 
-    def __init__(self, model: PreTrainedModel, batch: int, length: int, new: int, levels: int):
+    def __init__(self, model: PreTrainedModel, batch: int, length: int, new: int, levels: int, compile: bool = False):
         self.model, self.batch, self.length, self.new, self.levels = model, batch, length, new, levels
         self.cuda = model.device.type == "cuda"
         self.options: dict[str, Any] = {"do_sample": False, "max_new_tokens": new}
-        self.plain = accelerate(model, None)
+        self.plain = {how: accelerate(model, None, compile=bool(how)) for how in ("", COMPILED)[: 1 + compile]}
         self.known: dict[int, Tensor] = {}
 
     def prompt(self, number: int) -> Prompt:
@@ -154,18 +164,14 @@ class SizeCase:
             self.known[number] = model.generate(**inputs, **self.options)[:, self.length :]
         return self.known[number]
 
-    def oracle_arm(self, acceptance: float, adaptive: bool) -> speed.Arm:
-        """Return our loop with an oracle. If `adaptive`, every call has a new draft-length policy."""
-
-        def build() -> tuple[Oracle, CaptionArm]:
-            oracle = Oracle(levels=self.levels, adaptive=adaptive)
-            fast = accelerate(self.model, oracle, adaptive=adaptive, levels=self.levels)
-            return oracle, CaptionArm(fast, self.options, seed=0)
-
-        built = build()
+    def oracle_arm(self, acceptance: float, adaptive: bool, how: str) -> speed.Arm:
+        """Return our loop with an oracle. If `adaptive`, the draft-length policy of every call is untrained."""
+        oracle = Oracle(levels=self.levels, adaptive=adaptive)
+        fast = accelerate(self.model, oracle, adaptive=adaptive, levels=self.levels, compile=bool(how))
+        measure, untrained = CaptionArm(fast, self.options, seed=0), copy.deepcopy(vars(fast.length_policy))
 
         def arm(prompt: Prompt) -> speed.ArmRun:
-            oracle, measure = build() if adaptive else built
+            vars(fast.length_policy).update(copy.deepcopy(untrained))
             vocabulary = self.model.config.vocab_size
             oracle.drafts_BT = with_errors(self.answer(prompt), acceptance, vocabulary, seed=prompt[0])
             return measure(prompt)
@@ -176,23 +182,34 @@ class SizeCase:
         arms: dict[str, speed.Arm] = {
             STOCK: StockCaptionArm(self.model, self.options, seed=0),
             STATIC: StockCaptionArm(self.model, self.options | {"cache_implementation": "static"}, seed=0),
-            PLAIN: CaptionArm(self.plain, self.options, seed=0),
         }
-        settings = {f"{kind} {a:g}": (a, kind == POLICY) for kind in (ORACLE, POLICY) for a in acceptance}
+        arms |= {PLAIN + how: CaptionArm(fast, self.options, seed=0) for how, fast in self.plain.items()}
+        settings = {
+            f"{kind} {a:g}{how}": (a, kind == POLICY, how)
+            for how in self.plain
+            for kind in (ORACLE, POLICY)
+            for a in acceptance
+        }
         arms |= {name: self.oracle_arm(*one) for name, one in settings.items()}
         runs, failures = speed.interleave(arms, [*map(self.prompt, range(repeats))], [self.prompt(repeats)])
         if not runs[STOCK]:
             raise RuntimeError(failures[0])
-        passes = self.passes()
+        passes = {how: self.passes(how) for how in self.plain}
         return [self.row(name, runs, passes, settings.get(name, [None])[0]) | {"failures": failures} for name in runs]
 
     def row(
-        self, name: str, runs: dict[str, list[speed.ArmRun]], passes: dict[str, float], acceptance: float | None
+        self,
+        name: str,
+        runs: dict[str, list[speed.ArmRun]],
+        passes_by_how: dict[str, dict[str, float]],
+        acceptance: float | None,
     ) -> dict[str, Any]:
+        how = COMPILED if name.endswith(COMPILED) else ""
+        passes, plain_runs = passes_by_how[how], runs[PLAIN + how]
         arm_runs, ratios = runs[name], speed.compare(runs[STOCK], runs[name])
         decoding = sum(run.seconds - run.first for run in arm_runs)
         row: dict[str, Any] = {"arm": name, "batch_size": self.batch, "given_acceptance": acceptance}
-        row |= {"tau": None, "expected_tau": None, "attention": str(self.plain.target.masks.backend)}
+        row |= {"tau": None, "expected_tau": None, "attention": str(self.plain[how].target.masks.backend)}
         row |= {key: ratios[key] for key in ("speedup", "speedup_ci95", "speedup_decode_only")}
         for other in (STATIC, PLAIN):
             row[f"decode_over_{other}"] = speed.compare(runs[other], arm_runs)["speedup_decode_only"]
@@ -200,22 +217,26 @@ class SizeCase:
         row["compared"] = len(arm_runs) * self.batch
         row["ms_per_token"] = 1e3 * decoding / (len(arm_runs) * (self.new - 1)) if self.cuda else None
         row["law_error"] = passes["law_error"]
+        if self.cuda and name == PLAIN + how:
+            weights = sum(x.nbytes for x in self.model.parameters()) - self.model.get_input_embeddings().weight.nbytes
+            row["ms_per_pass"] = 1e3 * passes["seconds"]
+            row["over_bytes"] = passes["seconds"] * read_bandwidth(self.model.device) / weights
         if acceptance is None:
             return row
         tau, seconds = speed.tau(arm_runs)["tau"], passes["seconds"]
         if name.startswith(POLICY):
-            row["length_share"] = tau / speed.tau(runs[f"{ORACLE} {acceptance:g}"])["tau"]
-        plain_rounds = sum(len(run.rounds) for run in runs[PLAIN])
+            row["length_share"] = tau / speed.tau(runs[f"{ORACLE} {acceptance:g}{how}"])["tau"]
+        plain_rounds = sum(len(run.rounds) for run in plain_runs)
         v = passes["verify_over_plain"]
         c = sum(run.stages.get("draft", 0.0) for run in arm_runs) / sum(len(run.rounds) for run in arm_runs) / seconds
-        o = max(0.0, sum(run.seconds - run.first for run in runs[PLAIN]) / plain_rounds / seconds - 1)
+        o = max(0.0, sum(run.seconds - run.first for run in plain_runs) / plain_rounds / seconds - 1)
         row |= {"tau": tau, "expected_tau": expected_tau(acceptance, self.levels), "ideal_speedup": tau / (v + c + o)}
         return row | {"verify_over_plain": v, "draft_over_plain": c, "host_over_plain": o}
 
     @torch.inference_mode()
-    def passes(self) -> dict[str, float]:
+    def passes(self, how: str = "") -> dict[str, float]:
         """Time a pass over one node and one over a draft, alone, and compare its distributions with a stock pass."""
-        target, prompt = self.plain.target, self.prompt(0)
+        target, prompt = self.plain[how].target, self.prompt(0)
         ids, answer = prompt[1]["input_ids"], self.answer(prompt)
         options = {"attention_mask": torch.ones_like(ids), "use_cache": True}
         state, _ = open_request(target, Exact(), Request(options, ids, self.new))
@@ -229,6 +250,12 @@ class SizeCase:
         calls = {1: lambda: target.verify(state, single), 2: lambda: target.verify(state, chain)}
         seconds = median_seconds(calls, 9, waiter(self.model.device))
         return {"seconds": seconds[1], "verify_over_plain": seconds[2] / seconds[1], "law_error": float(error)}
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Return the bytes per second at which the device reads memory."""
+    values = torch.zeros(READ // 4, device=device)
+    return READ / median_seconds({0: values.sum}, 9, waiter(device))[0]
 
 
 def expected_tau(acceptance: float, levels: int) -> float:
@@ -250,5 +277,6 @@ def view(record: dict[str, Any]) -> Table:
     caption = "speed-up: whole calls over transformers' generate; the next two without the prompt"
     caption += "".join(f"\nfailed: {failure}" for failure in record.get("failures", ()))
     title = f"real sizes, random weights; {record['prompt']} + {record['max_new_tokens']} ids"
-    columns = COLUMNS | ({"ms a token": "{ms_per_token:.2f}"} if timed else {})
+    times: dict[str, Cell] = {"ms a pass": "{ms_per_pass:.2f}", "over bytes": "{over_bytes:.2f}"}
+    columns = COLUMNS | (times | {"ms a token": "{ms_per_token:.2f}"} if timed else {})
     return table(title, record["rows"], columns, caption, left=["arm"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -82,25 +81,24 @@ def build_setup(
         make_target: Builds the target for a drafter's traits.
         order: None for islands if drafter and rule support whole images, else raster.
         levels: Maximum draft depth.
+        compile: Compile the target's passes, and the drafter's. If they are recorded, the target's layers.
         length: Makes the draft-length policy. By default `AdaptiveLength`; `FixedLength` for drafters of a fixed depth.
         graphs: Record the target's passes and the verdicts as CUDA graphs; None if that is faster.
         debug: Raise the drafter's exceptions.
     """
     if drafter is not None:
         drafter.attach(subject)
-        if compile:
-            drafter.compile()
     traits = DrafterTraits() if drafter is None else drafter.traits
     target = make_target(traits)
-    if compile and graphs:
-        message = "graphs: got True beside compile=True, expected one of them; passes are compiled"
-        warnings.warn(message, RuntimeWarning, stacklevel=2)
-    elif graphs is not False and not compile:
-        target.record(graphs)
+    if graphs is not False:
+        target.record(graphs, compile)
+        rule.allow_graphs()
     if target.recorder is not None and rule.traits.distribution is Categorical and not isinstance(rule, GraphedRule):
         rule = GraphedRule(rule, SHAPES)
-    if target.recorder is not None and drafter is not None:
+    if drafter is not None and target.recorder is not None:
         drafter.record()
+    elif drafter is not None and compile:
+        drafter.compile()
     rule.bind(target.capabilities)
     check(drafter, rule, target)
     guarded = None

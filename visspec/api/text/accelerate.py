@@ -67,10 +67,11 @@ def accelerate(
         tokenizer: Used to show text in `last_stats`.
         probe: Run the model on a few tokens, once per configuration, to check that it can verify drafts.
         compile: Run passes over drafts, and the drafter, through `torch.compile`. The first request for 32 tokens or
-            more takes tens of seconds to minutes to compile; shorter ones before it run uncompiled.
+            more takes tens of seconds to minutes to compile; shorter ones before it run uncompiled. Where passes are
+            recorded (`graphs`), the decoder's layers are compiled first.
         graphs: Record passes over drafts, and verdicts, as CUDA graphs. None (default) does so on a CUDA device with
-            "sdpa" attention and weights in float16, bfloat16 or float32, unless `compile` is set. True also warns if it
-            is not possible, False never records. The tokens are the same.
+            "sdpa" attention and weights in float16, bfloat16 or float32. True also warns if it is not possible, False
+            never records. The tokens are the same.
         length: A draft-length policy by name and options, such as "adaptive:share=0.02", or as an object, which is
             copied and keeps its own `levels`.
         preset: Drafter, acceptance and levels of a published method (`visspec list presets`), or of a file that
