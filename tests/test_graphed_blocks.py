@@ -17,11 +17,13 @@ from tests.test_compiled import GREEDY, SAMPLED, drafted
 from tests.test_graphs import free, warned, with_drafts
 from tests.test_merged import Promised
 from tests.test_published import BLOCKS, saved
-from tests.tiny import model_of, prompt, shapes
+from tests.tiny import llama, model_of, prompt, shapes
 from visspec import registry
 from visspec.models.block import graphed
 from visspec.models.block.drafter import BlockModel
 from visspec.models.block.trained import BlockDrafter
+from visspec.models.eagle import levels as eagle
+from visspec.models.eagle.drafter import EagleDrafter
 from visspec.models.lookup.context import ContextDrafter
 from visspec.models.lookup.merged import MergedDrafter
 from visspec.models.runner import buffer_pool
@@ -216,3 +218,25 @@ def test_drafters_that_are_not_recorded(standin, monkeypatch):
     _, quick = pair(dflash())
     quick.run(**prompt("llava", shapes("llava")["one"]), **GREEDY)
     assert quick.drafter.recorder.graphs == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", ["dflash", "dspark", "dflash2", "dynamic tree", "static tree"])
+def test_recorded_drafts_on_a_gpu(kind, monkeypatch):
+    """Captured without a failure, with the same tokens: block drafters, and trees of EAGLE drafters."""
+    monkeypatch.setattr(eagle, "USES", 0)
+    model = llama(seed=9).cuda()
+    heads = {"dspark": {"markov": 5, "confidence": True}, "dflash2": {"selector": 4, "candidates": 6}}
+    if kind.endswith("tree"):
+        drafter = EagleDrafter(EagleDrafter.for_model(model).head, model, width=3, nodes=7)
+        drafter.shaped(tree="eagle" if kind == "static tree" else "")
+    else:
+        drafter = BlockDrafter.for_model(model, layers=2, block=5, **heads.get(kind, {}))
+    plain, quick = (visspec.accelerate(model, copy.copy(drafter), adaptive=False, graphs=g) for g in (False, True))
+    inputs = {name: x.cuda() for name, x in prompt("llama", shapes("llama")["ragged"]).items()}
+    for more in (GREEDY, SAMPLED):
+        asked = inputs | more | {"max_new_tokens": 40}
+        assert quick.run(**asked).state.tokens == plain.run(**asked).state.tokens
+    assert quick.drafter.recorder.graphs and not quick.drafter.recorder.refused

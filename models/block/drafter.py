@@ -182,7 +182,8 @@ class BlockModel(StructuredDrafter):
         elif greedy:
             tokens_BK, _, *rates = recorded
             chain.tokens += tokens_BK[:, :depth].unbind(1)
-            chain.rates += [rate_B for rates_BK in rates for rate_B in rates_BK[:, :depth].unbind(1)]
+            for rates_BK in rates:
+                chain.rates += rates_BK[:, :depth].unbind(1)
             return chain.finish()
         else:
             hidden_BKd, logits_BKV = (x[:, :depth] for x in recorded)
