@@ -192,3 +192,26 @@ def test_joined_products(make, monkeypatch, tmp_path):
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path)
     assert all(torch.equal(state[name], x) for name, x in loaded.state_dict().items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu(dtype, joined, monkeypatch):
+    """Generated code in real CUDA graphs, for rows of different length."""
+    monkeypatch.undo()
+    model = llama(seed=9).to("cuda", dtype)
+    inputs = {name: x.cuda() for name, x in prompt("llama", shapes("llama")["ragged"]).items()}
+    asked = {**inputs, "max_new_tokens": 40, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    want = visspec.accelerate(model, "ngram", adaptive=False).generate(**asked)
+    if joined:
+        join_weights(model.model)
+    quick = visspec.accelerate(model, "ngram", adaptive=False, compile=True)
+    for _ in range(2):
+        got = quick.generate(**asked)
+        assert torch.equal(got.sequences, want.sequences)
+        torch.testing.assert_close(got.logits, want.logits)
+    recorder = quick.target.recorder
+    assert recorder.compiled and recorder.graphs > 0 and not recorder.refused

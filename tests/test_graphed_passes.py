@@ -174,3 +174,14 @@ def test_least_recently_used_are_dropped(standin):
             denoise.run(chains_of(made, 1, 1.0 + number, 0), numbers, None, NODES, 8, 6, graphs)
     scales = [buffers.distribution.guidance for buffers in graphs.buffers.values()]
     assert scales == [3.0 + number for number in range(MOST)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("drafts", [False, True])
+def test_on_a_gpu(drafts):
+    model, small = (fresh(seed=seed, denoising_steps=STEPS).cuda() for seed in (0, 1))
+    options = {"drafter": SmallMAR(MARImages(small)) if drafts else "none"}
+    expected, result = (pictures(ImagePipeline(model, None, graphs=graphs), **options) for graphs in (False, None))
+    same(result, expected)

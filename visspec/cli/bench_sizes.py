@@ -218,7 +218,7 @@ class SizeCase:
         row["ms_per_token"] = 1e3 * decoding / (len(arm_runs) * (self.new - 1)) if self.cuda else None
         row["law_error"] = passes["law_error"]
         if self.cuda and name == PLAIN + how:
-            weights = sum(x.nbytes for x in self.model.parameters()) - self.model.get_input_embeddings().weight.nbytes
+            weights = sum(x.nbytes for name, x in self.model.named_parameters() if "embed_tokens" not in name)
             row["ms_per_pass"] = 1e3 * passes["seconds"]
             row["over_bytes"] = passes["seconds"] * read_bandwidth(self.model.device) / weights
         if acceptance is None:
