@@ -20,7 +20,7 @@ from visspec.models.decoder import probe
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.models.runner import buffer_pool, compiled
-from visspec.models.runner.compiled_layers import join_weights
+from visspec.models.runner.layers_view import join_weights
 
 NEW = 12
 aten = torch.ops.aten
@@ -119,7 +119,7 @@ def test_failure_warns_once(monkeypatch, backend, said):
     """Passes are then recorded without compiled layers."""
     monkeypatch.setattr(compiled, "BACKEND", backend)
     quick = fast("llama", Hostile(), compile=True)
-    with pytest.warns(RuntimeWarning, match=f"compile: got LlamaForCausalLM with layers that .*{said}") as caught:
+    with pytest.warns(RuntimeWarning, match=f"compile: got LlamaForCausalLM with passes that .*{said}") as caught:
         assert greedy(quick, "llama", "one") == stock("llama", "one", NEW)
         assert greedy(quick, "llama", "ragged") == stock("llama", "ragged", NEW)
     recorder = quick.target.recorder
@@ -131,7 +131,7 @@ def test_layers_with_their_own_forward():
     model.model.layers[0].forward = model.model.layers[0].forward
     quick = visspec.accelerate(model, None, compile=True)
     inputs = prompt("llama", shapes("llama")["one"])
-    with pytest.warns(RuntimeWarning, match="compile: got LlamaForCausalLM with layers that have forwards"):
+    with pytest.warns(RuntimeWarning, match="compile: got LlamaForCausalLM with a forward of the instance's own"):
         result = quick.generate(**inputs, max_new_tokens=NEW)
     assert torch.equal(result, model.generate(**inputs, max_new_tokens=NEW, do_sample=False))
     assert quick.target.recorder.graphs > 0

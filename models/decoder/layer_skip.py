@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 from visspec.models.attention.pass_inputs import HOOKING
 from visspec.models.decoder.probe import restore_after
 from visspec.models.drafting.base import Chain
-from visspec.models.runner.compiled import replace_decoder
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 FORGET = 0.98
@@ -166,7 +165,7 @@ class LayerSubset:
         new = copy.copy(self.decoder)
         replaced = [_SkippedLayer(layer, self._tuples) if n in skip else layer for n, layer in enumerate(layers)]
         new._modules = {**self.decoder._modules, name: nn.ModuleList(replaced)}
-        view = replace_decoder(self.model, self.decoder, new)
+        view = replace_module(self.model, self.decoder, new)
         if view is None:
             raise ValueError(f"drafter: got {type(self.model).__name__}, expected a model whose layers can be skipped.")
         return view

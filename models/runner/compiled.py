@@ -1,15 +1,14 @@
-"""Draft passes through a compiled decoder (`torch.compile`): same weights, module and cache, less work on the host.
+"""Draft passes through compiled layers (`torch.compile`): same weights, module and cache, less work on the host.
 
-The stock model is not changed. Passes go through a *view* of it: shallow copies of the modules from the model down to
-its decoder, which share everything but have a compiled `forward` at the end; hooks on those modules still run. One
-graph serves passes over one node and one longer ones, at any length; batches have two of their own
-(`SlotCache.steady`). Graphs are built on a request's cache before its first pass, so that no pass compiles. What
-a graph assumes of the modules is checked once per request (`form`), not in every pass.
+The stock model is not changed. Passes go through a *view* of it (`layers_view`); hooks on layers, and on modules above
+them, still run. For each kind of layer, one graph serves passes over one node and one longer ones, at any length;
+batches have two of their own (`SlotCache.steady`). Graphs are built on a request's cache before its first pass, so that
+no pass compiles. What a graph assumes of the modules is checked once per request (`form`), not in every pass. The code
+rounds wherever the stock modules round.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import threading
@@ -17,14 +16,17 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from visspec import tree as trees
 from visspec.cache import SlotCache
 from visspec.models.attention import rotary
+from visspec.models.runner.layers_view import layers_of, layers_view, merge_products, view
 from visspec.types import Draft, State
 
 WORTH = 32  # minimum new tokens of a request for which passes are compiled
@@ -44,8 +46,6 @@ class CompiledFunctions:
     there are graphs for one cache row, and True if there are graphs for several.
     """
 
-    patches: ClassVar[dict[str, bool]] = {}  # of Inductor's configuration
-
     def __init__(self, name: str):
         self.name = name
         self.graphs = self.late = 0
@@ -53,9 +53,13 @@ class CompiledFunctions:
         self.refused = ""
         self._warming = False
 
-    def compile(self, function: Callable) -> Callable:
-        """Compile a function for any input sizes except those of its modules' parameters."""
-        options: dict[str, Any] = {"backend": self._backend, "dynamic": True}
+    def compile(self, function: Callable, dynamic: bool = True) -> Callable:
+        """Compile a function for any input sizes except those of its modules' parameters.
+
+        Args:
+            dynamic: False compiles it for each size.
+        """
+        options: dict[str, Any] = {"backend": self._backend, "dynamic": dynamic}
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # count graphs of this function only
             guards = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
             options |= {"recompile_limit": GRAPHS, "isolate_recompiles": True, "options": guards}
@@ -101,9 +105,11 @@ class CompiledFunctions:
     def _backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable:
         compiler: Callable = torch._dynamo.lookup_backend(BACKEND)
         if BACKEND == "inductor":
-            # on a CPU, call kernels from C++ as well: calls from Python take a tenth of the time of a small model
-            on_cpu = all(x.device.type == "cpu" for x in inputs if isinstance(x, Tensor))
-            compiled = compiler(graph, inputs, config_patches={**self.patches, "cpp_wrapper": on_cpu})
+            # by default fused operations round once, so tokens in 16 bits may differ
+            patches = {"emulate_precision_casts": True}
+            # call kernels from C++ as well: calls from Python take a tenth of the time of a small model
+            patches["cpp_wrapper"] = all(x.device.type == "cpu" for x in inputs if isinstance(x, Tensor))
+            compiled = compiler(graph, inputs, config_patches=patches)
         else:
             compiled = compiler(graph, inputs)
         self.graphs += 1
@@ -112,13 +118,16 @@ class CompiledFunctions:
 
 
 class CompiledPasses(CompiledFunctions):
-    """Chooses between a model and its view with a compiled decoder. If the model cannot be compiled, it runs uncompiled
+    """Chooses between a model and its view with compiled layers. If the model cannot be compiled, it runs uncompiled
     and warns once.
+
+    Args:
+        dynamic: Whether graphs serve all lengths; otherwise there is one for each.
     """
 
-    def __init__(self, model: nn.Module, decoder: nn.Module):
+    def __init__(self, model: nn.Module, decoder: nn.Module, dynamic: bool = True):
         super().__init__(type(model).__name__)
-        self.stock, self.decoder = model, decoder
+        self.stock, self.decoder, self.dynamic, self.bar = model, decoder, dynamic, tqdm(disable=True)
         self.view: nn.Module | None = None
         self.form: tuple = ()
         self._look()
@@ -137,9 +146,10 @@ class CompiledPasses(CompiledFunctions):
         if hooked := _hooked_module(self.decoder):
             self.refuse(f"hooks on {hooked}, which would not be called")
             return
-        self.view = view(self.stock, self.decoder, self.compile(self.decoder.forward))
+        compile = partial(self.compile, dynamic=self.dynamic)
+        self.view = layers_view(self.stock, self.decoder, compile, lambda: self.bar.update())
         if self.view is None:
-            self.refuse("a forward of the instance's own, or a decoder outside the model")
+            self.refuse("a forward of the instance's own, or a decoder outside the model or without a list of layers")
 
     def choice(self, state: State, cold: Callable[[Any, Draft], Any]) -> Any:
         """Return what the next pass goes through. cold(model, draft) runs a pass and returns a tensor of its output; it
@@ -151,11 +161,24 @@ class CompiledPasses(CompiledFunctions):
 
     def _warm_up(self, several: bool, state: State, cold: Callable[[Any, Draft], Any]) -> None:
         """Compile both graphs for this number of rows, and compare a pass of each with the model's own."""
-        with self.warm_up(several, "passes"):
+        with self.warm_up(several, "passes"), self.progress(2):
             for nodes in (1, next(n for n in NODES if n != len(state.rows))):
                 draft = dummy(state.pending, nodes)
                 want, got = (cold(model, draft).float() for model in (self.stock, self.view))
                 close(got, want, state.cache.slots.keys[0].dtype)
+
+    @contextmanager
+    def progress(self, passes: int) -> Iterator[None]:
+        """Context for passes that compile, with a progress bar over their layers."""
+        layers = layers_of(self.decoder)
+        total = passes * len(layers or ())
+        with tqdm(total=total, desc=f"compiling {self.name}", leave=False, disable=None) as self.bar:
+            yield
+
+    def _backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable:
+        merge_products(graph.graph)
+        graph.recompile()
+        return super()._backend(graph, inputs)
 
 
 def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
@@ -163,32 +186,6 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
     off = float((got - want).norm() / want.norm().clamp(min=1e-12))
     if not off <= TOLERANCE.get(dtype, 5e-2):
         raise ValueError(f"its output differs by {off:.1e} of its norm")
-
-
-def view(model: nn.Module, decoder: nn.Module, forward: Callable) -> Any:
-    """Copy the modules from `model` down to `decoder` and replace the last one's `forward`; all else is shared. Returns
-    None if a module on the way has its instance's own forward (as with offloaded weights), or if there is no way.
-    """
-    new = copy.copy(decoder)
-    object.__setattr__(new, "forward", forward)
-    return replace_decoder(model, decoder, new)
-
-
-def replace_decoder(model: nn.Module, decoder: nn.Module, new: nn.Module) -> Any:
-    """Copy the modules from `model` down to `decoder` and put `new` in its place. Returns None as `view` does."""
-    names = next((name for name, module in model.named_modules() if module is decoder), None)
-    if names is None:
-        return None
-    path = [model]
-    for name in names.split(".") if names else []:
-        path.append(getattr(path[-1], name))
-    if any("forward" in vars(module) for module in path):
-        return None
-    for parent, child in zip(path[-2::-1], path[::-1]):
-        upper = copy.copy(parent)
-        upper._modules = {name: new if module is child else module for name, module in parent._modules.items()}
-        new = upper
-    return new
 
 
 def stepwise(model: nn.Module, decoder: nn.Module) -> Any:
@@ -250,7 +247,8 @@ def steadily() -> Iterator[None]:
     from torch.fx.experimental import _config
 
     shapes = _config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-    with shapes, torch._dynamo.config.patch(specialize_float=True, suppress_errors=False):
+    limits = {"specialize_float": True, "suppress_errors": False, "recompile_limit": GRAPHS}
+    with shapes, torch._dynamo.config.patch(limits):
         yield
 
 

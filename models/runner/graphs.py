@@ -5,7 +5,7 @@ results are dropped. Everything else is read from input buffers: ids, positions,
 padding. From these it computes the slots to write and the arguments of attention: a `DraftLayout`, or a mask over all
 slots of the stores. The stores are pooled (`buffer_pool`): before its first pass a request's keys and
 values move into some. Passes beyond the largest bucket run eagerly. If recording fails, a warning says so once. With
-`compile`, the decoder's layers are compiled before they are recorded (`compiled_layers`).
+`compile`, the decoder's layers are compiled for their sizes before they are recorded.
 Shapes: R cache rows, N nodes, S slots.
 """
 
@@ -27,8 +27,7 @@ from visspec.models.attention import rotary
 from visspec.models.attention.draft_attention import STOCK, implementation
 from visspec.models.attention.pass_inputs import DraftLayout, Masks, SlotLayers
 from visspec.models.runner.buffer_pool import GraphBufferPool, KVBuffers
-from visspec.models.runner.compiled import close, foreign
-from visspec.models.runner.compiled_layers import CompiledLayers
+from visspec.models.runner.compiled import CompiledPasses, close, foreign
 from visspec.replay import REPLAYING, Recording, capacity
 from visspec.types import State, Tree
 
@@ -47,7 +46,7 @@ class GraphedForward(GraphBufferPool):
     ):
         super().__init__(type(model).__name__, positions)
         self.model, self.decoder, self.masks, self.compile = model, decoder, masks, compile
-        self.layers: CompiledLayers | None = None
+        self.layers: CompiledPasses | None = None
 
     @property
     def compiled(self) -> bool:
@@ -149,14 +148,15 @@ class GraphedForward(GraphBufferPool):
             return recording
 
         if self.layers is not None and self.compiled:
-            with self.layers.warm_up(rows > 1, "layers"):  # warns if it fails
-                with self.layers.progress():
-                    check(call(self.layers.view))
-                return recorded(self.layers.view)
+            view: Any = self.layers.view
+            with self.layers.warm_up(rows > 1, "passes"):  # warns if it fails
+                with self.layers.progress(1):
+                    check(call(view))
+                return recorded(view)
         return recorded(self.model)
 
     def _renew(self) -> None:
-        self.layers = CompiledLayers(self.model, self.decoder) if self.compile else None
+        self.layers = CompiledPasses(self.model, self.decoder, dynamic=False) if self.compile else None
 
     def _head(self) -> Any:
         return getattr(self.model, "get_output_embeddings", lambda: None)()

@@ -1,9 +1,8 @@
-"""Decoder layers compiled for passes that are recorded as CUDA graphs (`graphs`).
+"""Views of a stock model: shallow copies of modules that share all weights, with some modules replaced.
 
-A recording launches all that the stock modules launch one by one: norms, rotary embeddings, activations and residual
-sums, about 25 small kernels per layer. Compiled, they are four or five. All layers of a class share the compiled code,
-so compiling takes as long as for one layer, once per shape: layers are called through one function, and each gets its
-own part of the cache, without its number (`LayerCache`). The code rounds wherever the stock modules round.
+`layers_view` replaces the layers of a decoder by calls of compiled code. What the stock modules launch one by one
+(norms, rotary embeddings, activations, residual sums) is fused; all layers of a kind share their code, so compiling
+takes as long as for one layer. Each layer gets its own part of the cache, without its number (`LayerCache`).
 
 Products of one input by several matrices become one if the matrices lie behind one another in memory (`join_weights`).
 """
@@ -11,22 +10,20 @@ Products of one input by several matrices become one if the matrices lie behind 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from tqdm import tqdm
 from transformers.cache_utils import Cache
 
 from visspec.cache import SlotCache
 from visspec.models.attention.pass_inputs import CACHE_NAMES, SlotLayers
-from visspec.models.runner.compiled import GRAPHS, CompiledFunctions, replace_decoder
 
 JOINED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # modules that read the same input
+PLAIN = int, float, bool, str, tuple, list, dict, set, type(None)  # attributes of these types are compared by value
+NUMBER = "layer_idx"
 
 
 class LayerCache(Cache):
@@ -40,66 +37,89 @@ class LayerCache(Cache):
         return self.slots.write_to(self.keys, self.values, key_states, value_states)
 
 
-class CompiledLayers(CompiledFunctions):
-    """A view of a model whose decoder layers are compiled. The model itself is not changed. A model whose layers can't
-    be replaced is refused with a warning.
+def layers_of(decoder: nn.Module) -> nn.ModuleList | None:
+    """Return the list of a decoder's layers, the first list of modules."""
+    return next((module for module in decoder.modules() if isinstance(module, nn.ModuleList)), None)
+
+
+def layers_view(
+    model: nn.Module, decoder: nn.Module, compile: Callable[[Callable], Callable], called: Callable[[], None]
+) -> Any:
+    """Return a view of a model whose decoder layers are compiled, or None if they can't be replaced.
+
+    Args:
+        compile: Compiles a function of a layer and its arguments, once for each kind of layer.
+        called: Is called after each layer.
     """
+    layers, functions = layers_of(decoder), dict[tuple, Callable]()
+    if layers is None or any("forward" in vars(layer) for layer in layers):
+        return None
 
-    # by default fused operations round once, so tokens in 16 bits may differ
-    patches: ClassVar[dict[str, bool]] = {"emulate_precision_casts": True}
+    def view_of(index: int, layer: nn.Module) -> nn.Module:
+        new, inner, key = copy.copy(layer), with_joined_products(layer), kind(layer)
+        if key not in functions:
+            functions[key] = compile(call_layer)
+        function = functions[key]
 
-    def __init__(self, model: nn.Module, decoder: nn.Module):
-        super().__init__(type(model).__name__)
-        layers = getattr(decoder, "layers", None)
-        if not isinstance(layers, nn.ModuleList) or any("forward" in vars(layer) for layer in layers):
-            self.refuse("layers that have forwards of their own, or are in no list")
-            return
-        self.layer, self.count, self.bar = self.compile(call_layer), len(layers), tqdm(disable=True)
-        new = copy.copy(decoder)
-        new._modules = {**decoder._modules, "layers": nn.ModuleList(map(self._view_of, range(self.count), layers))}
-        self.view = replace_decoder(model, decoder, new)
-        if self.view is None:
-            self.refuse("a forward of the instance's own, or a decoder outside the model")
-
-    def compile(self, function: Callable) -> Callable:
-        """Compile a function for each shape of its inputs."""
-        options: dict[str, Any] = {"backend": self._backend, "dynamic": False}
-        if "isolate_recompiles" in inspect.signature(torch.compile).parameters:
-            options |= {"recompile_limit": GRAPHS, "isolate_recompiles": True}
-        return torch.compile(function, **options)
-
-    def _backend(self, graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Callable:
-        merge_products(graph.graph)
-        graph.recompile()
-        return super()._backend(graph, inputs)
-
-    def _view_of(self, index: int, layer: nn.Module) -> nn.Module:
         def forward(*args: Any, **kwargs: Any) -> Any:
             for name in CACHE_NAMES:
                 cache = kwargs.get(name)
                 if isinstance(cache, SlotLayers) and index in cache.written:
                     kwargs[name] = LayerCache(cache.slots, cache.written[index])
-            output = self.layer(inner, *args, **kwargs)
-            self.bar.update()
+            output = function(inner, *args, **kwargs)
+            called()
             return output
 
-        new, inner = copy.copy(layer), with_joined_products(layer)
         object.__setattr__(new, "forward", forward)
         return new
 
-    @contextmanager
-    def progress(self) -> Iterator[None]:
-        """Context for a pass that compiles, with a bar over the layers."""
-        with (
-            torch._dynamo.config.patch(recompile_limit=GRAPHS),
-            tqdm(total=self.count, desc=f"compiling {self.name}", leave=False, disable=None) as self.bar,
-        ):
-            yield
+    return replace_module(model, layers, nn.ModuleList(map(view_of, range(len(layers)), layers)))
 
 
 def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a layer without its hooks, which run outside the compiled code."""
     return type(layer).forward(layer, *args, **kwargs)
+
+
+def kind(layer: nn.Module) -> tuple:
+    """Return all that compiled code may assume of a layer but its number and the values of its weights."""
+    facts: list[Any] = []
+    for module in layer.modules():
+        own = {name: x for name, x in vars(module).items() if name not in STATE and name != NUMBER}
+        facts += (type(module), module.training)
+        facts += sorted((name, repr(x) if isinstance(x, PLAIN) else str(id(x))) for name, x in own.items())
+        for weight in (*module._parameters.values(), *module._buffers.values()):
+            facts.append(weight if weight is None else (weight.shape, weight.dtype, weight.device))
+    return tuple(facts)
+
+
+STATE = frozenset(vars(nn.Module()))  # attributes that every module has
+
+
+def view(model: nn.Module, decoder: nn.Module, forward: Callable) -> Any:
+    """Copy the modules from `model` down to `decoder` and replace the last one's `forward`; all else is shared. Returns
+    None if a module on the way has its instance's own forward (as with offloaded weights), or if there is no way.
+    """
+    new = copy.copy(decoder)
+    object.__setattr__(new, "forward", forward)
+    return replace_module(model, decoder, new)
+
+
+def replace_module(model: nn.Module, part: nn.Module, new: nn.Module) -> Any:
+    """Copy the modules from `model` down to `part` and put `new` in its place. Returns None as `view` does."""
+    names = next((name for name, module in model.named_modules() if module is part), None)
+    if names is None:
+        return None
+    path = [model]
+    for name in names.split(".") if names else []:
+        path.append(getattr(path[-1], name))
+    if any("forward" in vars(module) for module in path):
+        return None
+    for parent, child in zip(path[-2::-1], path[::-1]):
+        upper = copy.copy(parent)
+        upper._modules = {name: new if module is child else module for name, module in parent._modules.items()}
+        new = upper
+    return new
 
 
 class JoinedProduct(nn.Module):
