@@ -16,7 +16,7 @@ from tests.doubles import Hostile, fast, new_tokens, stock, together
 from tests.tiny import FAMILIES, gemma3, llama, llava, model_of, prompt, qwen2_5_vl, shapes
 from visspec.models.eagle import layer
 from visspec.models.eagle.drafter import EagleDrafter
-from visspec.models.runner import compiled, layers_view
+from visspec.models.runner import compiled
 
 GREEDY = {"max_new_tokens": 12, "do_sample": False}
 
@@ -72,9 +72,8 @@ def check_every_shape(name, model, among):
         inputs, options = prompt(name, shapes(name)[rows]), {"max_new_tokens": 14, "do_sample": False}
         assert torch.equal(quick.generate(**inputs, **options), model.generate(**inputs, **options)), rows
     passes = quick.target.passes
-    kinds = set(map(layers_view.kind, layers_view.layers_of(passes.decoder)))
     assert (passes.late, passes.refused) == (0, "")
-    assert passes.graphs == 2 * len(passes.ready) * len(kinds)
+    assert passes.graphs == 2 * len(passes.ready)
 
 
 @pytest.mark.slow
@@ -137,7 +136,7 @@ def test_images_with_guidance_in_two_graphs(tmp_path):
 
 def test_changed_model_is_compiled_again(monkeypatch):
     made, model, inputs = [], llama(seed=13, num_hidden_layers=1), ids_of(14)
-    monkeypatch.setattr(compiled.CompiledFunctions, "compile", lambda _, call, **how: made.append(call) or call)
+    monkeypatch.setattr(compiled.CompiledFunctions, "compile", lambda _, function: made.append(function) or function)
     quick, layer = visspec.accelerate(model, "ngram", compile=True, adaptive=False), model.model.layers[0].mlp
     for count in (1, 2):
         assert torch.equal(quick.generate(**inputs, **GREEDY), model.generate(**inputs, **GREEDY))
@@ -174,7 +173,7 @@ def broken(graph, *inputs):
 
 def wrong(graph, inputs):
     return lambda *args: tuple(
-        out + 0.1 if torch.is_tensor(out) and out.is_floating_point() else out for out in graph(*args)
+        out * 1.1 if torch.is_tensor(out) and out.is_floating_point() else out for out in graph(*args)
     )
 
 
@@ -323,9 +322,7 @@ def test_samples_and_trees_not_compiled():
 def test_drafter_compile_failure_warns_once(monkeypatch):
     model = model_of("llava")
     inputs, message = prompt("llava", shapes("llava")["one"]), "EagleDrafter with drafts that fail"
-    monkeypatch.setattr(
-        compiled.CompiledFunctions, "compile", lambda *_, **how: partial(broken, None)
-    )  # tracing takes long
+    monkeypatch.setattr(compiled.CompiledFunctions, "compile", lambda *_: partial(broken, None))  # tracing takes long
     check_said_once(monkeypatch, broken, message, model, features(model), inputs, drafted, whole=False)
 
 

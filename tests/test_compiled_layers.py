@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+import transformers as tf
 from torch._dynamo.backends.common import aot_autograd
 
 import visspec
@@ -20,7 +21,7 @@ from visspec.models.decoder import probe
 from visspec.models.image_codes.target import ImageAR
 from visspec.models.jacobi.drafter import Jacobi
 from visspec.models.runner import buffer_pool, compiled
-from visspec.models.runner.layers_view import join_weights
+from visspec.models.runner.views import join_weights
 
 NEW = 12
 aten = torch.ops.aten
@@ -98,6 +99,19 @@ def test_features():
 
 
 @pytest.mark.filterwarnings("error")
+def test_layer_numbers():
+    """What a layer computes from its number is compiled for each layer."""
+    config = tf.GPT2Config(n_layer=3, n_embd=32, n_head=4, vocab_size=64, scale_attn_by_inverse_layer_idx=True)
+    torch.manual_seed(0)
+    model = tf.GPT2LMHeadModel(config).eval()
+    inputs = {"input_ids": torch.arange(5, 17)[None], "max_new_tokens": NEW, "do_sample": False}
+    inputs |= {"output_logits": True, "return_dict_in_generate": True}
+    quick = visspec.accelerate(model, "ngram", compile=True, graphs=True, adaptive=False)
+    want, got = model.generate(**inputs), quick.generate(**inputs)
+    torch.testing.assert_close(got.logits, want.logits, atol=1e-5, rtol=1e-5)
+    assert quick.target.recorder.compiled and quick.target.recorder.layers.graphs > 3
+
+
 def test_image_codes(monkeypatch):
     case, used = images.made("janus"), []
 
@@ -212,6 +226,6 @@ def test_on_a_gpu(dtype, joined, monkeypatch):
     for _ in range(2):
         got = quick.generate(**asked)
         assert torch.equal(got.sequences, want.sequences)
-        torch.testing.assert_close(got.logits, want.logits)
+        torch.testing.assert_close(got.logits, want.logits, atol=1e-5, rtol=1e-5)
     recorder = quick.target.recorder
     assert recorder.compiled and recorder.graphs > 0 and not recorder.refused

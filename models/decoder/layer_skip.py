@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from visspec.models.attention.pass_inputs import HOOKING
 from visspec.models.decoder.probe import restore_after
 from visspec.models.drafting.base import Chain
+from visspec.models.runner.views import replace_module
 from visspec.types import Draft, Drafter, DrafterTraits, Outcome, Scores, State, Verdict
 
 FORGET = 0.98

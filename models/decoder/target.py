@@ -118,7 +118,8 @@ class HFDecoder(Target):
         self.padding, self.rounding = answer.padding, answer.error
         self._pads: bool | None = None
         self.continues: dict[tuple, bool] = {}  # whether prompts of a kind can start from a kept prompt (`prefix`)
-        why = "layers that keep a state" if self.states else ""
+        hooked = "" if self.last_layer is None else "a drafter that reads its last layer"
+        why = "layers that keep a state" if self.states else hooked
         self.joins: dict[Hashable, bool] = {}  # whether media of a kind can be concatenated (`probe.joins`)
         self.passes = compiled_passes(model, self.decoder, why) if compile else None
         self.layer_subset = LayerSubset(model, self.decoder)

@@ -1,10 +1,10 @@
-"""Draft passes through compiled layers (`torch.compile`): same weights, module and cache, less work on the host.
+"""Draft passes through a compiled decoder (`torch.compile`): same weights, module and cache, less work on the host.
 
-The stock model is not changed. Passes go through a *view* of it (`layers_view`); hooks on layers, and on modules above
-them, still run. For each kind of layer, one graph serves passes over one node and one longer ones, at any length;
-batches have two of their own (`SlotCache.steady`). Graphs are built on a request's cache before its first pass, so that
-no pass compiles. What a graph assumes of the modules is checked once per request (`form`), not in every pass. The code
-rounds wherever the stock modules round.
+The stock model is not changed. Passes go through a *view* of it (`views`); hooks on the decoder, and on modules above
+it, still run. One graph serves passes over one node and one longer ones, at any length; batches have two of their own
+(`SlotCache.steady`). Graphs are built on a request's cache before its first pass, so that no pass compiles. What
+a graph assumes of the modules is checked once per request (`form`), not in every pass. The code rounds wherever the
+stock modules round.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from tqdm import tqdm
 from visspec import tree as trees
 from visspec.cache import SlotCache
 from visspec.models.attention import rotary
-from visspec.models.runner.layers_view import layers_of, layers_view, merge_products, view
+from visspec.models.runner.views import layers_of, layers_view, merge_products, run_layer, view
 from visspec.types import Draft, State
 
 WORTH = 32  # minimum new tokens of a request for which passes are compiled
@@ -57,12 +56,13 @@ class CompiledFunctions:
         """Compile a function for any input sizes except those of its modules' parameters.
 
         Args:
-            dynamic: False compiles it for each size.
+            dynamic: False compiles it for each size, and guards what it assumes of modules.
         """
         options: dict[str, Any] = {"backend": self._backend, "dynamic": dynamic}
         if "isolate_recompiles" in inspect.signature(torch.compile).parameters:  # count graphs of this function only
             guards = {"guard_filter_fn": torch.compiler.skip_guard_on_all_nn_modules_unsafe}
-            options |= {"recompile_limit": GRAPHS, "isolate_recompiles": True, "options": guards}
+            options |= {"recompile_limit": GRAPHS, "isolate_recompiles": True}
+            options |= {"options": guards} if dynamic else {}
         return torch.compile(function, **options)
 
     def serve(self, several: bool, state: State, warm_up: Callable[[], None]) -> bool:
@@ -118,16 +118,17 @@ class CompiledFunctions:
 
 
 class CompiledPasses(CompiledFunctions):
-    """Chooses between a model and its view with compiled layers. If the model cannot be compiled, it runs uncompiled
+    """Chooses between a model and its view with a compiled decoder. If the model cannot be compiled, it runs uncompiled
     and warns once.
 
     Args:
-        dynamic: Whether graphs serve all lengths; otherwise there is one for each.
+        recorded: Compile the decoder's layers instead, for one size at a time. They compile in a fraction of the time.
+            Calling them costs more, but recordings do not call them.
     """
 
-    def __init__(self, model: nn.Module, decoder: nn.Module, dynamic: bool = True):
+    def __init__(self, model: nn.Module, decoder: nn.Module, recorded: bool = False):
         super().__init__(type(model).__name__)
-        self.stock, self.decoder, self.dynamic, self.bar = model, decoder, dynamic, tqdm(disable=True)
+        self.stock, self.decoder, self.recorded, self.bar = model, decoder, recorded, tqdm(disable=True)
         self.view: nn.Module | None = None
         self.form: tuple = ()
         self._look()
@@ -146,10 +147,13 @@ class CompiledPasses(CompiledFunctions):
         if hooked := _hooked_module(self.decoder):
             self.refuse(f"hooks on {hooked}, which would not be called")
             return
-        compile = partial(self.compile, dynamic=self.dynamic)
-        self.view = layers_view(self.stock, self.decoder, compile, lambda: self.bar.update())
+        if self.recorded:
+            run = self.compile(run_layer, dynamic=False)
+            self.view = layers_view(self.stock, self.decoder, run, lambda: self.bar.update())
+        else:
+            self.view = view(self.stock, self.decoder, self.compile(self.decoder.forward))
         if self.view is None:
-            self.refuse("a forward of the instance's own, or a decoder outside the model or without a list of layers")
+            self.refuse("a forward of the instance's own, or a decoder outside the model")
 
     def choice(self, state: State, cold: Callable[[Any, Draft], Any]) -> Any:
         """Return what the next pass goes through. cold(model, draft) runs a pass and returns a tensor of its output; it
@@ -161,17 +165,16 @@ class CompiledPasses(CompiledFunctions):
 
     def _warm_up(self, several: bool, state: State, cold: Callable[[Any, Draft], Any]) -> None:
         """Compile both graphs for this number of rows, and compare a pass of each with the model's own."""
-        with self.warm_up(several, "passes"), self.progress(2):
+        with self.warm_up(several, "passes"):
             for nodes in (1, next(n for n in NODES if n != len(state.rows))):
                 draft = dummy(state.pending, nodes)
                 want, got = (cold(model, draft).float() for model in (self.stock, self.view))
                 close(got, want, state.cache.slots.keys[0].dtype)
 
     @contextmanager
-    def progress(self, passes: int) -> Iterator[None]:
-        """Context for passes that compile, with a progress bar over their layers."""
-        layers = layers_of(self.decoder)
-        total = passes * len(layers or ())
+    def progress(self) -> Iterator[None]:
+        """Context for a pass that compiles layers, with a progress bar over them."""
+        total = len(layers_of(self.decoder) or ())
         with tqdm(total=total, desc=f"compiling {self.name}", leave=False, disable=None) as self.bar:
             yield
 

@@ -150,13 +150,13 @@ class GraphedForward(GraphBufferPool):
         if self.layers is not None and self.compiled:
             view: Any = self.layers.view
             with self.layers.warm_up(rows > 1, "passes"):  # warns if it fails
-                with self.layers.progress(1):
+                with self.layers.progress():
                     check(call(view))
                 return recorded(view)
         return recorded(self.model)
 
     def _renew(self) -> None:
-        self.layers = CompiledPasses(self.model, self.decoder, dynamic=False) if self.compile else None
+        self.layers = CompiledPasses(self.model, self.decoder, recorded=True) if self.compile else None
 
     def _head(self) -> Any:
         return getattr(self.model, "get_output_embeddings", lambda: None)()

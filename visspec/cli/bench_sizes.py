@@ -29,7 +29,7 @@ from visspec.eval.bench.oracle import Oracle, with_errors
 from visspec.io.options import Positive, Probability, option
 from visspec.io.provenance import provenance
 from visspec.loop.decode import open_request
-from visspec.models.runner.layers_view import join_weights
+from visspec.models.runner.views import join_weights
 from visspec.types import Request
 
 STOCK, STATIC, PLAIN = "transformers_generate", "transformers_static", "plain"

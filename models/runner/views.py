@@ -1,8 +1,9 @@
 """Views of a stock model: shallow copies of modules that share all weights, with some modules replaced.
 
 `layers_view` replaces the layers of a decoder by calls of compiled code. What the stock modules launch one by one
-(norms, rotary embeddings, activations, residual sums) is fused; all layers of a kind share their code, so compiling
-takes as long as for one layer. Each layer gets its own part of the cache, without its number (`LayerCache`).
+(norms, rotary embeddings, activations, residual sums) is fused. Layers are arguments of one compiled function, and each
+gets its own part of the cache, without its number (`LayerCache`), so layers that differ in their weights only share
+code. Whatever else a layer computes from its number is guarded, and compiled for each layer.
 
 Products of one input by several matrices become one if the matrices lie behind one another in memory (`join_weights`).
 """
@@ -22,8 +23,6 @@ from visspec.cache import SlotCache
 from visspec.models.attention.pass_inputs import CACHE_NAMES, SlotLayers
 
 JOINED = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")  # modules that read the same input
-PLAIN = int, float, bool, str, tuple, list, dict, set, type(None)  # attributes of these types are compared by value
-NUMBER = "layer_idx"
 
 
 class LayerCache(Cache):
@@ -42,31 +41,26 @@ def layers_of(decoder: nn.Module) -> nn.ModuleList | None:
     return next((module for module in decoder.modules() if isinstance(module, nn.ModuleList)), None)
 
 
-def layers_view(
-    model: nn.Module, decoder: nn.Module, compile: Callable[[Callable], Callable], called: Callable[[], None]
-) -> Any:
+def layers_view(model: nn.Module, decoder: nn.Module, run: Callable, called: Callable[[], None]) -> Any:
     """Return a view of a model whose decoder layers are compiled, or None if they can't be replaced.
 
     Args:
-        compile: Compiles a function of a layer and its arguments, once for each kind of layer.
+        run: `run_layer`, compiled.
         called: Is called after each layer.
     """
-    layers, functions = layers_of(decoder), dict[tuple, Callable]()
+    layers = layers_of(decoder)
     if layers is None or any("forward" in vars(layer) for layer in layers):
         return None
 
     def view_of(index: int, layer: nn.Module) -> nn.Module:
-        new, inner, key = copy.copy(layer), with_joined_products(layer), kind(layer)
-        if key not in functions:
-            functions[key] = compile(call_layer)
-        function = functions[key]
+        new, inner = copy.copy(layer), with_joined_products(layer)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             for name in CACHE_NAMES:
                 cache = kwargs.get(name)
                 if isinstance(cache, SlotLayers) and index in cache.written:
                     kwargs[name] = LayerCache(cache.slots, cache.written[index])
-            output = function(inner, *args, **kwargs)
+            output = run(inner, *args, **kwargs)
             called()
             return output
 
@@ -76,24 +70,9 @@ def layers_view(
     return replace_module(model, layers, nn.ModuleList(map(view_of, range(len(layers)), layers)))
 
 
-def call_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def run_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run a layer without its hooks, which run outside the compiled code."""
     return type(layer).forward(layer, *args, **kwargs)
-
-
-def kind(layer: nn.Module) -> tuple:
-    """Return all that compiled code may assume of a layer but its number and the values of its weights."""
-    facts: list[Any] = []
-    for module in layer.modules():
-        own = {name: x for name, x in vars(module).items() if name not in STATE and name != NUMBER}
-        facts += (type(module), module.training)
-        facts += sorted((name, repr(x) if isinstance(x, PLAIN) else str(id(x))) for name, x in own.items())
-        for weight in (*module._parameters.values(), *module._buffers.values()):
-            facts.append(weight if weight is None else (weight.shape, weight.dtype, weight.device))
-    return tuple(facts)
-
-
-STATE = frozenset(vars(nn.Module()))  # attributes that every module has
 
 
 def view(model: nn.Module, decoder: nn.Module, forward: Callable) -> Any:
