@@ -469,19 +469,11 @@ def test_draft_capture_failure(last, width, monkeypatch):
     drafter, inputs = compiling.features(model), prompt("llava", shapes("llava")["ragged"])
     drafter = EagleDrafter(drafter.head, model, width=width, nodes=7)
     eager, quick = (visspec.accelerate(model, copy.copy(drafter), adaptive=False, graphs=g) for g in (False, None))
-    own, calls = quick.drafter.recorder, []
-    record = Standin()
-
-    def failing(call):
-        calls.append(call)
-        if len(calls) == last:
-            raise RuntimeError("no graphs here")
-        return record(call)
-
-    own.record = failing
+    own = quick.drafter.recorder
+    own.record = Standin({last - 1: RuntimeError("no graphs here")})
     message, result = warned(lambda: [compiling.drafted(quick, inputs, **GREEDY) for _ in range(2)])
     assert message == ["graphs: drafts of EagleDrafter run without CUDA graphs: RuntimeError: no graphs here"]
-    assert result == [compiling.drafted(eager, inputs, **GREEDY)] * 2 and len(calls) == last
+    assert result == [compiling.drafted(eager, inputs, **GREEDY)] * 2 and own.record.count == last
     assert not own.recordings and not free(own) and not quick.target.recorder.refused
 
 

@@ -8,7 +8,6 @@ by the share of layers that run, not by the clock, so that the same requests lea
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 from dataclasses import dataclass
@@ -148,7 +147,7 @@ class LayerSubset:
 
     def check(self) -> None:
         """Raise ValueError if the model cannot skip layers: run only the last layer on one id."""
-        name, layers = type(self.model).__name__, self._layers()[1]
+        name, layers = type(self.model).__name__, self._layers()
         if next(self.model.parameters()).device.type == "meta":
             return
         view = self(frozenset(range(len(layers) - 1)))
@@ -160,22 +159,20 @@ class LayerSubset:
             raise ValueError(f"drafter: the last layer of {name} can't run alone ({type(error).__name__}).") from error
 
     def _build(self, skip: frozenset[int]) -> Any:
-        name, layers = self._layers()
+        layers = self._layers()
         if self._tuples is None:
             self._tuples = self._gives_tuples(layers[0])
-        new = copy.copy(self.decoder)
         replaced = [_SkippedLayer(layer, self._tuples) if n in skip else layer for n, layer in enumerate(layers)]
-        new._modules = {**self.decoder._modules, name: nn.ModuleList(replaced)}
-        view = replace_module(self.model, self.decoder, new)
+        view = replace_module(self.model, layers, nn.ModuleList(replaced))
         if view is None:
             raise ValueError(f"drafter: got {type(self.model).__name__}, expected a model whose layers can be skipped.")
         return view
 
-    def _layers(self) -> tuple[str, nn.ModuleList]:
+    def _layers(self) -> nn.ModuleList:
         count = self.model.config.get_text_config().num_hidden_layers
-        for name, module in self.decoder.named_children():
+        for module in self.decoder.children():
             if isinstance(module, nn.ModuleList) and len(module) == count:
-                return name, module
+                return module
         raise ValueError(f"drafter: got {type(self.model).__name__}, expected a decoder with a list of {count} layers.")
 
     def _gives_tuples(self, layer: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from visspec.cache import SlotCache, contiguous_copy
 from visspec.models.runner.compiled import close, form
-from visspec.replay import REPLAYING, Recording, Recordings, capacity, fill, stream
+from visspec.replay import REPLAYING, Call, Recording, Recordings, capacity, fill, stream
 from visspec.types import Request, State
 
 MIN_NEW_TOKENS = 32  # minimum new tokens of a request for which calls are recorded
@@ -71,8 +71,7 @@ class BufferLease:
 
 class GraphBufferPool(Recordings):
     """Recordings of calls that read pooled buffers, whose number is the first entry of a recording's key. `graphs`
-    counts recordings, and `refused` says why no more are made. `replayed`, `move_in` and `forget`
-    need `REPLAYING`.
+    counts recordings, and `refused` says why no more are made. `replayed`, `move_in` and `forget` need `REPLAYING`.
     """
 
     late = 0  # recordings are only made by the call that needs them
@@ -141,13 +140,19 @@ class GraphBufferPool(Recordings):
         self, args: Sequence[Tensor], function: Callable[..., Sequence[Any]], held: Sequence[Tensor]
     ) -> Recording:
         """Record a function and replay it once. Raises ValueError if its first output of floating point differs."""
-        inputs, record = [contiguous_copy(x) for x in args], self.recorder(args[0].device)
-        assert record is not None
+        inputs = [contiguous_copy(x) for x in args]
         want = function(*inputs)
-        recording = Recording([*inputs, *held], *record(lambda: function(*inputs)))
-        recording.replay()
+        recording = self.recording([*inputs, *held], lambda: function(*inputs))
         number = next(n for n, x in enumerate(want) if isinstance(x, Tensor) and x.is_floating_point())
         close(recording.output[number].float(), want[number].float(), want[number].dtype)
+        return recording
+
+    def recording(self, inputs: list[Tensor], call: Call) -> Recording:
+        """Record a call that reads `inputs`, and replay it once."""
+        record = self.recorder(inputs[0].device)
+        assert record is not None
+        recording = Recording(inputs, *record(call))
+        recording.replay()
         return recording
 
     def fail(self, error: Exception) -> None:
@@ -177,13 +182,11 @@ class GraphBufferPool(Recordings):
         self.recordings[key] = recording
         return recording
 
-    def move_in(self, slots: SlotCache, room: int, queue: int) -> bool:
-        """Move a request's keys and values to buffers with room for `room` slots. Returns False if they are in such
-        buffers already.
-        """
+    def move_in(self, slots: SlotCache, room: int, queue: int) -> None:
+        """Move a request's keys and values to buffers with room for `room` slots, unless they are in such buffers."""
         old, rows, half = [*slots.keys, *slots.values], len(slots.lengths), len(slots.keys)
         if slots.lease is not None and slots.lease.stores.contains(old[0], room, queue):
-            return False
+            return
         parts = tuple((x.shape[1], x.shape[3], x.dtype, x.device) for x in old)
         stores = self._free((capacity(rows), room, queue, parts))
         for new, x in zip(stores.tensors, old):
@@ -194,7 +197,6 @@ class GraphBufferPool(Recordings):
         slots.lease, views = BufferLease(stores, self.returned), [new[:rows] for new in stores.tensors]
         slots.keys, slots.values = views[:half], views[half:]
         slots.spare, slots.lean = capacity(rows) - rows, False
-        return True
 
     def finish(self, slots: SlotCache, keep: bool = False) -> None:
         """Return the buffers of a request that has ended.

@@ -134,16 +134,12 @@ class GraphedForward(GraphBufferPool):
                 attention = self.masks.whole(ancestor, depth, length, last[0] if last else None, stores.slots)
             return forward(model, scratch, attention, *node_inputs)
 
-        record = self.recorder(inputs[0].device)
-        assert record is not None
-
         def check(output: Sequence[Tensor | None]) -> None:
             assert output[0] is not None
             close(output[0][:, : want.shape[1]].float(), want, scratch.slots.keys[0].dtype)
 
         def recorded(model: nn.Module) -> Recording:
-            recording = Recording(inputs, *record(partial(call, model)))
-            recording.replay()
+            recording = self.recording(inputs, partial(call, model))
             check(recording.output)
             return recording
 

@@ -7,6 +7,7 @@ Arms take turns, after prompts of random ids. Shapes: B rows, L levels of a draf
 """
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -252,6 +253,7 @@ class SizeCase:
         return {"seconds": seconds[1], "verify_over_plain": seconds[2] / seconds[1], "law_error": float(error)}
 
 
+@functools.cache
 def read_bandwidth(device: torch.device) -> float:
     """Return the bytes per second at which the device reads memory."""
     values = torch.zeros(READ // 4, device=device)
